@@ -236,7 +236,7 @@ for axis in axes:
 
 
 # %%
-class LoudestCAM(saliency.WeightedCAM):
+class LoudestCAM(saliency.extending.WeightedCAM):
     """Grad-CAM of the five channels that speak loudest for the class.
 
     Values: (N, 1, h, w), in score units.

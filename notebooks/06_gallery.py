@@ -92,7 +92,7 @@ def create(cls, **options):
     return cls(model, **{name: value for name, value in {**options, **few}.items() if name in cls.options()})
 
 
-many = [cls for cls in classes if issubclass(cls, saliency.MultiPassAttribution)]
+many = [cls for cls in classes if issubclass(cls, saliency.extending.MultiPassAttribution)]
 single = [create(cls) for cls in classes if cls not in many]
 rows = [saliency.explain_together(single, photo) for photo in PHOTOS]
 print(f"{len(single)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} maps")

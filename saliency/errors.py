@@ -30,6 +30,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "DependencyError",
+    "ExplanationError",
+    "ImageError",
+    "LayerError",
+    "MethodError",
+    "ModelError",
+    "NonFiniteError",
+    "NotApplicableError",
+    "NotFoundError",
+    "RenderError",
+    "SaliencyError",
+    "SaliencyWarning",
+    "TargetError",
+]
+
 
 class SaliencyError(Exception):
     """Base class of all errors of `saliency`."""

@@ -87,7 +87,8 @@ def test_an_option_that_was_renamed_is_answered_by_its_new_name(cls: Any, old: s
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
     assert set(aliases.table("options")) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
-    assert set(aliases.table("public")) <= set(dir(saliency))
+    for name in aliases.table("public"):
+        attrgetter(name)(saliency)
     for names in (*aliases.table("public").values(), *aliases.table("absent").values()):
         assert not set(names) & set(dir(saliency))
     for text in (*aliases.table("absent"), *aliases.table("result")):
@@ -211,7 +212,7 @@ def test_a_list_with_one_layer_is_that_layer_and_is_shown() -> None:
     assert "layers=('features',)" in repr(saliency.FusedCAM(MODEL, layers=["features"]))
     several: list[Any] = [[], ["features", "head"]]
     for layers in several:
-        with pytest.raises(saliency.LayerError, match=r"reads one layer, got [02]; FusedCAM"):
+        with pytest.raises(saliency.errors.LayerError, match=r"reads one layer, got [02]; FusedCAM"):
             saliency.ShapleyCAM(MODEL, layers)
 
 

@@ -113,7 +113,7 @@ class Attribution(HasOptions, ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not isinstance(cls.needs, Needs):
-            raise TypeError(f"{cls.__qualname__}.needs is not a saliency.Needs, got {cls.needs!r}")
+            raise TypeError(f"{cls.__qualname__}.needs is not a saliency.extending.Needs, got {cls.needs!r}")
         name = cls.__dict__.get("name", "")
         if not name:
             return
@@ -388,7 +388,9 @@ def _require_values(method: Attribution, images: int) -> None:
 def _require_maps(name: str, result: Any, x: Tensor) -> None:
     """Raise MethodError unless a method returned one map (C, H, W), one score and one row of the rest per image."""
     images = len(x)
-    expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
+    expected = (
+        "saliency.extending.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
+    )
     if not isinstance(result, BatchAttribution):
         raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
     shapes = tuple(getattr(result.values, "shape", ())), tuple(getattr(result.scores, "shape", ()))

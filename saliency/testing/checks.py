@@ -194,7 +194,7 @@ def chunk_size_does_not_matter(case: MethodCase) -> None:
 
 
 def _require_same_estimates(explanation: Explanation, expected: Explanation, what: str) -> None:
-    what += " (make(start, stop) must return the same inputs for the same pass numbers: saliency.generator(seed, i))"
+    what += " (make(start, stop) must return the same inputs for the same passes; see saliency.extending.generator)"
     scale = float(expected.values.abs().max())
     require_same(explanation.values, expected.values, f"values {what}")
     for name in ("error", "agreement", "residual"):

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import Features, ImageError, LayerError, NonFiniteError, NotApplicableError, RenderError, TargetError
+from saliency import Features
+from saliency.errors import ImageError, LayerError, NonFiniteError, NotApplicableError, RenderError, TargetError
 from saliency.testbed import draw_scenes
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
 

@@ -19,13 +19,12 @@ from saliency import (
     GuidedGradCAM,
     HiResCAM,
     LayerCAM,
-    MethodError,
     RectGrad,
-    TargetError,
     VanillaGradient,
     XGradCAM,
     explain_together,
 )
+from saliency.errors import MethodError, TargetError
 
 
 class Net(nn.Module):

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from saliency import GradCAM, InputXGradient, LayerCAM, MethodError, VanillaGradient, compare
-from saliency.errors import ImageError
+from saliency import GradCAM, InputXGradient, LayerCAM, VanillaGradient, compare
+from saliency.errors import ImageError, MethodError
 from saliency.evaluation.comparison import Comparison, Result, concordance, holm, rank_ranges, sign_flip_test
 from saliency.evaluation.metrics.base import Metric
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion

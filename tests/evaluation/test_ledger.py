@@ -12,8 +12,9 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from saliency import Explanation, RenderError, draw_ledger, ledger_table
+from saliency import Explanation, draw_ledger, ledger_table
 from saliency.attribution.explanation import joined
+from saliency.errors import RenderError
 from saliency.hooks.rectifiers import Coverage
 from saliency.render.measurements import NEGATIVE, POSITIVE, SCORE
 from tests.drawing import explained

@@ -14,10 +14,11 @@ from matplotlib.text import Text
 from torch import Tensor, nn
 
 import saliency
-from saliency import InputXGradient, MethodError, VanillaGradient
+from saliency import InputXGradient, VanillaGradient
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
+from saliency.errors import MethodError
 from saliency.evaluation.metrics.map_metrics import RankCorrelation
 from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, property_of, trust
 from saliency.io.atomic_write import is_drawing
@@ -97,10 +98,10 @@ def test_a_short_time_draws_fewer_samples(card: TrustCard) -> None:
     assert "not measured" not in card.summary
     for name in ("mprt", "random_logit", "noise_margin"):
         with pytest.raises(
-            saliency.LayerError, match=f'"{name}" was not measured.* fit into seconds=1e-06; leave it out'
+            saliency.errors.LayerError, match=f'"{name}" was not measured.* fit into seconds=1e-06; leave it out'
         ):
             short[name]
-    with pytest.raises(saliency.LayerError, match='no row "random_bxo" in this table of 5'):
+    with pytest.raises(saliency.errors.LayerError, match='no row "random_bxo" in this table of 5'):
         short["random_bxo"]
     few, usual = (sum(each.passes for each in one.measurements.values()) for one in (short, card))
     assert few < 0.6 * usual

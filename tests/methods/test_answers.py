@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import saliency
-from saliency import METHODS, LayerError, NotApplicableError
+from saliency import METHODS
+from saliency.errors import LayerError, NotApplicableError
 from saliency.testbed import CaptionProcessor
 from tests.vision_language import answered, build, scene
 

@@ -14,19 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import (
-    LRP,
-    DeepLIFT,
-    DeepSHAP,
-    MethodError,
-    NonFiniteError,
-    NotApplicableError,
-    PerImage,
-    SaliencyWarning,
-    VanillaGradient,
-    explain_together,
-)
+from saliency import LRP, DeepLIFT, DeepSHAP, PerImage, VanillaGradient, explain_together
 from saliency.attribution.forward import Needs, SharedForward
+from saliency.errors import MethodError, NonFiniteError, NotApplicableError, SaliencyWarning
 from saliency.hooks.autograd_graph import nodes_between, saved
 from saliency.hooks.operations import SavedValues
 from saliency.testing.case import images, tiny_model

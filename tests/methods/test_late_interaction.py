@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import saliency
-from saliency import LateInteraction, LayerError, ModelError, TargetError
+from saliency import LateInteraction
+from saliency.errors import LayerError, ModelError, TargetError
 from tests.dual_encoders import tokenizer
 from tests.models import PooledNet
 

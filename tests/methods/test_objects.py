@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, Explanation, GradCAM, RefineCAM, SaliencyWarning, explain_together
+from saliency import METHODS, Explanation, GradCAM, RefineCAM, explain_together
+from saliency.errors import SaliencyWarning
 
 ASSETS = Path(__file__).parents[2] / "assets"
 CAMS = [

@@ -11,7 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, InputXGradient, MethodError, TargetError, VanillaGradient, similarity
+from saliency import METHODS, InputXGradient, VanillaGradient, similarity
+from saliency.errors import MethodError, TargetError
 from saliency.methods import pairs
 from saliency.testing import Snapshot, images, tiny_model, tiny_model_for, tiny_transformer
 from tests.models import LinearModel, Packed
@@ -36,13 +37,13 @@ class Calls:
 # Both maps.
 
 
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_pair_has_the_maps_of_two_single_calls(name: str) -> None:
     cls = METHODS[name]
     method = cls(tiny_model_for(cls)(), **cls.preview_options)
     if name in ("cam", "finer_cam"):  # of classes only
-        with pytest.raises(saliency.NotApplicableError):
+        with pytest.raises(saliency.errors.NotApplicableError):
             saliency.explain_pair(method, A, B)
         return
     expected = method.attribute(A, similarity(B)), method.attribute(B, similarity(A))

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import ImageError, MethodError, ModelError, explain_text, text
+from saliency import explain_text, text
+from saliency.errors import ImageError, MethodError, ModelError
 from saliency.methods.gradient import VanillaGradient
 from saliency.methods.text_tokens import TEXT_METHODS, TextExplanation
 from saliency.testing import Snapshot

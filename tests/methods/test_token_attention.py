@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
-from saliency import (
-    AttentionRollout,
-    CheferAttention,
-    CheferLRP,
-    GradECLIP,
-    GradientRollout,
-    NotApplicableError,
-    explain_together,
-)
+from saliency import AttentionRollout, CheferAttention, CheferLRP, GradECLIP, GradientRollout, explain_together
+from saliency.errors import NotApplicableError
 from saliency.testing import images, tiny_transformer
 
 

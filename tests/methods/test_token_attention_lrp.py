@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import CheferAttention, CheferLRP, NotApplicableError, explain_together
+from saliency import CheferAttention, CheferLRP, explain_together
+from saliency.errors import NotApplicableError
 from saliency.testing import images, tiny_transformer
 
 X = images(3).double()

@@ -9,16 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import (
-    AGCAM,
-    CheferAttention,
-    CheferLRP,
-    GradientRollout,
-    LeGrad,
-    NotApplicableError,
-    explain_together,
-)
+from saliency import AGCAM, CheferAttention, CheferLRP, GradientRollout, LeGrad, explain_together
 from saliency.attribution.forward import TargetGradients
+from saliency.errors import NotApplicableError
 from saliency.testing import images, tiny_transformer
 from tests.models import OwnForward, torchvision_models
 

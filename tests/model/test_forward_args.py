@@ -15,13 +15,12 @@ from saliency import (
     Attribution,
     GradCAM,
     IntegratedGradients,
-    MethodError,
-    ModelError,
     Occlusion,
     SmoothGrad,
     VanillaGradient,
     explain_together,
 )
+from saliency.errors import MethodError, ModelError
 from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
 from tests.models import OwnForward

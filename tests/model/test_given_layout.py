@@ -9,16 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import (
-    METHODS,
-    AttentionRollout,
-    GradCAM,
-    LayerError,
-    MethodError,
-    ReciproCAM,
-    SmoothGrad,
-    explain_together,
-)
+from saliency import METHODS, AttentionRollout, GradCAM, ReciproCAM, SmoothGrad, explain_together
+from saliency.errors import LayerError, MethodError
 from saliency.testing import images, tiny_transformer
 from saliency.testing.case import TinyTransformer
 

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
-from saliency import RenderError, gradient_flow
+from saliency import gradient_flow
+from saliency.errors import RenderError
 from saliency.inspection import GradientStatistics, LayerGradients, gradient_statistics
 from saliency.testing import images, tiny_model
 

@@ -20,13 +20,12 @@ from saliency import (
     GradCAM,
     GuidedBackprop,
     IntegratedGradients,
-    MethodError,
     PerImage,
     SmoothGrad,
-    TargetError,
     Tiled,
     VanillaGradient,
 )
+from saliency.errors import MethodError, TargetError
 from saliency.metrics import measure
 from saliency.testing import tiny_model
 from saliency.testing.case import images

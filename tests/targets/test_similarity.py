@@ -17,7 +17,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import DualEncoder, GradCAM, ModelError, SaliencyWarning, TargetError, VanillaGradient, similarity, text
+from saliency import DualEncoder, GradCAM, VanillaGradient, similarity, text
+from saliency.errors import ModelError, SaliencyWarning, TargetError
 from saliency.evaluation.metrics.base import Subject
 from saliency.inspection import gradient_statistics
 from saliency.testing import Snapshot
@@ -188,7 +189,7 @@ NEED_ONE_SIGN = {"chefer_lrp"}
 NEED_RELU = {"guided_backprop", "deconvnet", "rectgrad", "guided_grad_cam"}
 
 
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 @pytest.mark.parametrize("method", of_each_family())
 @pytest.mark.parametrize("name", ["open_clip ResNet", "transformers CLIP"])
 def test_every_method_explains_a_text_and_a_reference(name: str, method: str) -> None:
@@ -204,7 +205,7 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     }
     for label, target in targets.items():
         if method in refused:
-            with pytest.raises(saliency.NotApplicableError):
+            with pytest.raises(saliency.errors.NotApplicableError):
                 cls(model, **options).attribute(x[0], target)
         else:
             found = cls(model, **options).attribute(x[0], target)
