@@ -211,7 +211,7 @@ def judge_cam(model: nn.Module, x: Tensor) -> tuple[str, str]:
 def judge_walk(model: nn.Module, x: Tensor) -> str:
     """Return whether the plain walk equals the input times the gradient."""
     methods = [PlainWalk(model), saliency.InputXGradient(model)]
-    walked, expected = (explanation.values for explanation in saliency.explain_together(methods, x, CLASSES))
+    walked, expected = (explanation.values for explanation in saliency.Together(*methods).attribute(x, CLASSES))
     difference = error(walked, expected)
     return f"equal to {difference:.0e}" if difference < 1e-4 else f"WRONG by {difference:.1e}"
 
@@ -247,8 +247,8 @@ def relevance_errors(model: nn.Module, x: Tensor, names: list[str]) -> dict[str,
     """Return the errors of conservation and of a batch for each method, or why it is refused."""
     methods = [saliency.METHODS[name](model) for name in names]
     try:
-        batch = saliency.explain_together(methods, x, CLASSES[-len(x) :])
-        single = saliency.explain_together(methods, x[-1:], CLASSES[-1])
+        batch = saliency.Together(*methods).attribute(x, CLASSES[-len(x) :])
+        single = saliency.Together(*methods).attribute(x[-1:], CLASSES[-1])
     except saliency.errors.SaliencyError as refusal:
         if len(names) == 1:
             return {names[0]: f"refused: {refusal}"}

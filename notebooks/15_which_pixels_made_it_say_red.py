@@ -66,11 +66,11 @@ plt.show()
 #
 # ## Every word has a map
 #
-# `draw_answer` draws all words from one forward. The table below the maps says how much of the score of each word
+# `word_sheet` draws all words from one forward. The table below the maps says how much of the score of each word
 # came from the image, and how much from each token of the text: the prompt, and the words before.
 
 # %% tags=["warns"]
-saliency.draw_answer(answer, method)
+saliency.word_sheet(answer, method)
 
 # %% [markdown]
 # **What to see.** Each colour and each shape has its map on its own object. The share of the image can be negative: the

@@ -13,7 +13,7 @@ from .methods.smoothing import SmoothGrad as SmoothGrad
 from .methods.occlusion import Occlusion as Occlusion
 from .methods.cam import ODAM as ODAM
 from .render.overlay import overlay as overlay
-from .render.figure import figure as figure
+from .render.results import figure as figure
 from .attribution.heatmap import heatmap as heatmap
 from .targets.boxes import box as box
 from .targets.regions import region as region
@@ -38,20 +38,14 @@ from .render.overlay import cutout as cutout
 from .render.sheet import contact_sheet as contact_sheet
 from .render.volume import slices as slices
 from .render.volume import montage as montage
-from .render.figure import draw_answer as draw_answer
-from .render.figure import draw_features as draw_features
-from .render.figure import draw_matches as draw_matches
-from .render.measurements import draw_attention as draw_attention
-from .render.measurements import draw_trust as draw_trust
-from .render.measurements import draw_ledger as draw_ledger
-from .render.measurements import gradient_flow as gradient_flow
+from .render.figure import word_sheet as word_sheet
 from .render.scaling import shared_limit as shared_limit
 
 # Functions.
-from .attribution.base import explain_together as explain_together
-from .methods.pairs import explain_pair as explain_pair
-from .methods.pairs import explain_matches as explain_matches
-from .methods.text_tokens import explain_text as explain_text
+from .attribution.base import Together as Together
+from .methods.pairs import pair as pair
+from .methods.pairs import matches as matches
+from .methods.text_tokens import token_importance as token_importance
 from .methods.text_tokens import word_similarity as word_similarity
 from .model.answer import generate as generate
 from .inspection.attention_record import attention as attention

@@ -30,22 +30,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DependencyError",
-    "ExplanationError",
-    "ImageError",
-    "LayerError",
-    "MethodError",
-    "ModelError",
-    "NonFiniteError",
-    "NotApplicableError",
-    "NotFoundError",
-    "RenderError",
-    "SaliencyError",
-    "SaliencyWarning",
-    "TargetError",
-]
-
 
 class SaliencyError(Exception):
     """Base class of all errors of `saliency`."""
@@ -97,6 +81,10 @@ class DependencyError(SaliencyError, ImportError):
 
 class SaliencyWarning(UserWarning):
     """The result is correct, but has a limitation that the user should know."""
+
+
+_TREE = (SaliencyError, SaliencyWarning)
+__all__ = [name for name, cls in [*globals().items()] if isinstance(cls, type) and issubclass(cls, _TREE)]
 
 
 USER_CODE_ERRORS = (Exception, SystemExit)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import saliency
-from saliency import METHODS, Explanation, explain_together
+from saliency import METHODS, Explanation, Together
 from saliency.attribution.base import TracedAttribution
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.options import RunStats
@@ -117,7 +117,7 @@ def test_a_cam_without_gradients_lets_the_other_method_free_the_graph(monkeypatc
 
     monkeypatch.setattr(SharedForward, "count_backward", counted)
     model = tiny_model()
-    explain_together([saliency.EigenCAM(model), saliency.GradCAM(model)], images(1), 1)
+    Together(saliency.EigenCAM(model), saliency.GradCAM(model)).attribute(images(1), 1)
     assert frees == [True]
 
 

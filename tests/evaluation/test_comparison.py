@@ -326,7 +326,7 @@ def test_a_box_that_is_none_or_is_not_within_the_image_is_an_error(box: object, 
 
 @pytest.mark.parametrize("methods", [["grad_cam"], [], GradCAM(Tiny())], ids=["name", "none", "single"])
 def test_methods_that_are_not_a_list_of_methods_are_refused(methods: Any) -> None:
-    with pytest.raises(MethodError, match="expected a list of methods as the first argument"):
+    with pytest.raises(MethodError, match=r"expected methods, such as \[GradCAM"):
         compare(methods, [torch.rand(3, 8, 8)])
 
 

@@ -160,7 +160,7 @@ def test_the_card_draws_each_property_on_an_axis() -> None:
     photo = saliency.testbed.draw_scenes(1, seed=3).images[0].permute(1, 2, 0).numpy()
     method = VanillaGradient(model)
     card = trust(method, photo)
-    drawing = saliency.draw_trust(card)
+    drawing = saliency.figure(card)
     (title,) = [each for each in drawing.findobj(Text) if each.get_text() == card.title]
     assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + len(card)

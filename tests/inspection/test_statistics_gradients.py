@@ -231,7 +231,7 @@ def test_parameters_have_the_gradient_of_the_mean_loss_over_all_images(cuts: lis
     assert not before.changes()
     assert str(found).splitlines()[2].split()[:3] == ["parameter", "kind", "norm"]
     assert "at the parameters of" in found.title
-    assert saliency.gradient_flow(found).axes[0].get_xlabel() == "parameters, from the input to the output"
+    assert saliency.figure(found).axes[0].get_xlabel() == "parameters, from the input to the output"
 
 
 def test_parameters_are_those_of_the_selected_layers_and_the_frozen_ones_have_none() -> None:

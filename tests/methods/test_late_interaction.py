@@ -88,4 +88,4 @@ def test_words_and_models_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ModelError, match="no embedding per word"):
         saliency.word_similarity(PooledNet(), x, "a red bus")
     with pytest.raises(ModelError, match="one embedding per text"):
-        saliency.explain_text(model, x, "a red bus")
+        saliency.token_importance(model, x, "a red bus")

@@ -187,16 +187,16 @@ def test_layers_and_classes_share_a_forward_and_layers_a_walk(monkeypatch: pytes
     names = [None, "relu", "bn1", "conv1", "bn2"]
     expected = [LRP(net, layer=name).attribute(x, 2) for name in names]
     monkeypatch.setattr(lrp, "Walk", counted)
-    found = saliency.explain_together([LRP(net, layer=name) for name in names], x, 2)
+    found = saliency.Together(*[LRP(net, layer=name) for name in names]).attribute(x, 2)
     assert len(walks) == 1
     for own, shared in zip(expected, found, strict=True):
         assert own.layer == shared.layer
         assert own.ledger_names == shared.ledger_names
         assert_same(shared.values, own.values)
         assert_same(cast("Tensor", shared.ledger), cast("Tensor", own.ledger))
-    saliency.explain_together(
-        [LRP(net, composite="gamma"), LRP(net, composite="gamma", layer="relu"), LRP(net, composite="epsilon")], x, 2
-    )
+    saliency.Together(
+        LRP(net, composite="gamma"), LRP(net, composite="gamma", layer="relu"), LRP(net, composite="epsilon")
+    ).attribute(x, 2)
     assert len(walks) == 3
 
 
@@ -209,7 +209,7 @@ def test_a_captured_layer_changes_nothing(build: Callable[[], nn.Module], compos
     spatial = [name for name, module in net.named_modules() if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.ReLU)]
     spatial = [name for name in spatial if name != "8"]  # of the classifier
     for name in spatial:
-        found, _ = saliency.explain_together([LRP(net, composite=composite), saliency.GradCAM(net, name)], x, 2)
+        found, _ = saliency.Together(LRP(net, composite=composite), saliency.GradCAM(net, name)).attribute(x, 2)
         assert_same(found.values, expected.values)
         assert found.coverage == expected.coverage
         assert_same(cast("Tensor", found.ledger), cast("Tensor", expected.ledger))
@@ -218,7 +218,9 @@ def test_a_captured_layer_changes_nothing(build: Callable[[], nn.Module], compos
 def test_deep_lift_and_relevance_at_a_layer_share_a_forward() -> None:
     net, x = residual(), images()
     methods = [saliency.DeepLIFT(net), LRP(net, layer="conv1"), saliency.GradCAM(net, "relu")]
-    for own, shared in zip([m.attribute(x, 1) for m in methods], saliency.explain_together(methods, x, 1), strict=True):
+    for own, shared in zip(
+        [m.attribute(x, 1) for m in methods], saliency.Together(*methods).attribute(x, 1), strict=True
+    ):
         assert_same(shared.values, own.values)
 
 
@@ -326,7 +328,7 @@ def test_patches_and_pixels_run_the_model_once() -> None:
     model, x = small_vit().eval(), torch.randn(1, 3, 32, 32)
     calls = []
     model.register_forward_hook(lambda module, args, output: calls.append(1))
-    patches, pixels = saliency.explain_together([AttnLRP(model), AttnLRP(model, at="pixels")], x, 1)
+    patches, pixels = saliency.Together(AttnLRP(model), AttnLRP(model, at="pixels")).attribute(x, 1)
     assert patches.values.shape == (1, 1, 4, 4)
     assert pixels.values.shape == x.shape
     assert len(calls) == 1

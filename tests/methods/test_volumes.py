@@ -267,7 +267,7 @@ def test_overlays_and_metrics_of_a_volume_are_refused_in_words() -> None:
 def test_one_forward_gives_several_maps_of_a_volume() -> None:
     model = inflated(tiny_model(), flat=False)
     methods = [saliency.GradCAM(model), saliency.GuidedBackprop(model), saliency.LRP(model)]
-    for explanation, method in zip(saliency.explain_together(methods, volume(), 1), methods, strict=True):
+    for explanation, method in zip(saliency.Together(*methods).attribute(volume(), 1), methods, strict=True):
         torch.testing.assert_close(explanation.values, method.attribute(volume(), 1).values)
 
 

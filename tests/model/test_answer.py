@@ -245,7 +245,7 @@ def test_an_image_that_enters_after_the_embeddings_has_no_share(
     if explanation.ledger is not None:
         torch.testing.assert_close(explanation.ledger.sum(1), explanation.scores, rtol=0, atol=1e-4)
         assert "image's" not in str(saliency.ledger_table(explanation))
-    saliency.draw_answer(answer, method(model))
+    saliency.word_sheet(answer, method(model))
 
 
 def test_the_tokens_of_an_answer_read_the_image_by_cross_attention() -> None:
@@ -363,7 +363,7 @@ def test_each_of_several_images_has_its_ledger_and_its_attention(family: str) ->
     assert float(relevance.residual.abs().max()) < 1e-5
     attention = saliency.CheferAttention(model).attribute(answer, saliency.words("red"))
     assert attention.values.flatten(1).any(1).all()
-    both = saliency.explain_together([saliency.CheferAttention(model), saliency.VanillaGradient(model)], answer)
+    both = saliency.Together(saliency.CheferAttention(model), saliency.VanillaGradient(model)).attribute(answer)
     assert [len(explanation) for explanation in both] == [2, 2]
     layers = saliency.attention(model, answer)
     maps = layers[-1].maps(answer.output_positions[1])

@@ -56,7 +56,7 @@ def _network(name: str) -> tuple[nn.Module, Tensor]:
 def test_the_plain_walk_is_the_gradient(name: str) -> None:
     model, x = _network(name)
     methods = [PlainWalk(model), saliency.InputXGradient(model)]
-    walked, expected = saliency.explain_together(methods, x, TARGETS)
+    walked, expected = saliency.Together(*methods).attribute(x, TARGETS)
     assert error(walked.values, expected.values) < 1e-9
 
 
@@ -64,8 +64,8 @@ def test_the_plain_walk_is_the_gradient(name: str) -> None:
 def test_relevance_is_conserved_and_a_batch_is_its_images(name: str) -> None:
     model, x = _network(name)
     methods = [saliency.LRP(model), saliency.AttnLRP(model)]
-    batch = saliency.explain_together(methods, x, TARGETS)
-    single = saliency.explain_together(methods, x[1:], TARGETS[1])
+    batch = saliency.Together(*methods).attribute(x, TARGETS)
+    single = saliency.Together(*methods).attribute(x[1:], TARGETS[1])
     for whole, one in zip(batch, single, strict=True):
         assert whole.ledger is not None
         assert one.ledger is not None
@@ -197,7 +197,7 @@ class _WalkWithAllValues(PlainWalk):
 def test_the_ledger_does_not_depend_on_the_methods_that_share_the_forward(name: str) -> None:
     model, x = _drawn(_CONSERVED[name])
     alone = saliency.AttnLRP(model).attribute(x, TARGETS)
-    _, shared = saliency.explain_together([_WalkWithAllValues(model), saliency.AttnLRP(model)], x, TARGETS)
+    _, shared = saliency.Together(_WalkWithAllValues(model), saliency.AttnLRP(model)).attribute(x, TARGETS)
     assert shared.ledger_names == alone.ledger_names
     torch.testing.assert_close(shared.ledger, alone.ledger)
 
@@ -518,11 +518,11 @@ def test_the_last_walk_frees_the_values_of_the_forward() -> None:
     method.attribute(x, TARGETS)
     assert len(method.values) > 4
     assert not method.alive
-    saliency.explain_together([method, saliency.IntegratedGradients(model, steps=2)], x, TARGETS)
+    saliency.Together(method, saliency.IntegratedGradients(model, steps=2)).attribute(x, TARGETS)
     assert not method.alive
     method.attribute_classes(x, [1, 2])
     assert not method.alive
-    saliency.explain_together([method, saliency.VanillaGradient(model)], x, TARGETS)
+    saliency.Together(method, saliency.VanillaGradient(model)).attribute(x, TARGETS)
     assert method.alive == len(method.values)
 
 

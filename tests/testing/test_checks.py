@@ -565,7 +565,7 @@ def test_a_method_that_returns_something_else_is_told_what_to_return(
     with pytest.raises(saliency.errors.MethodError, match=message):
         Returns(tiny_model()).attribute(images(2), 1)
     with pytest.raises(saliency.errors.MethodError, match=message):
-        saliency.explain_together([Returns(tiny_model())], images(2), 1)
+        saliency.Together(Returns(tiny_model())).attribute(images(2), 1)
 
 
 def test_a_method_of_many_passes_that_returns_a_tensor_is_told_what_to_return() -> None:
