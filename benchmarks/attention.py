@@ -38,7 +38,7 @@ def forward(model: nn.Module, x: Tensor) -> Contender:
 def together(model: nn.Module, x: Tensor) -> Contender:
     """Return a function that runs all attention methods on one forward, except the walk of `chefer_lrp`."""
     explainers = [saliency.METHODS[name](model) for name in methods() if name != "chefer_lrp"]
-    return lambda: saliency.explain_together(explainers, x, 3)
+    return lambda: saliency.Together(*explainers).attribute(x, 3)
 
 
 def measure(name: str, batch: int) -> None:

@@ -202,7 +202,7 @@ def matches() -> Iterator[tuple[str, str]]:
     image = Image.open(CAT)
     mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).crop((40, 20, 400, 300))
     for method in (saliency.HiResCAM(model, "blocks.4"), saliency.LRP(model)):
-        found = saliency.explain_matches(method, image, mirrored, passes=24)
+        found = saliency.matches(method, image, mirrored, passes=24)
         first, second = cast("tuple[Frame, Frame]", found.frames)
         values = largest = found.values.double().clamp(min=0)
         for _ in range(2):  # the maximum over the neighbours in both images

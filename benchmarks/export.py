@@ -70,7 +70,7 @@ def main() -> None:
         for cls in METHODS:
             try:
                 times = measure(cls(model), x)
-            except saliency.SaliencyError as refusal:
+            except saliency.errors.SaliencyError as refusal:
                 print(f"| {name} | {cls.name} | refused: {refusal} | | | | |".replace("\n", " "), flush=True)
                 continue
             cells = [f"{1000 * times['attribute'].seconds:.0f}"]

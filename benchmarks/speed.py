@@ -109,7 +109,7 @@ def ours(case: Case, x: Tensor, target: Tensor) -> dict[str, Contender]:
     built = {name: saliency.METHODS[name](case.model) for name in (*OURS, *FIVE)}
     functions: dict[str, Contender] = {name: lambda name=name: built[name].attribute(x, labels) for name in OURS}  # type: ignore[misc]
     together = [built[name] for name in FIVE]
-    functions["five CAMs together"] = lambda: saliency.explain_together(together, x, labels)
+    functions["five CAMs together"] = lambda: saliency.Together(*together).attribute(x, labels)
     return functions
 
 

@@ -33,8 +33,9 @@ from torch import Tensor
 
 import saliency
 from benchmarks.train_testbed import HELD_OUT, train_network, true_captions
-from saliency import METHODS, Attribution, NotApplicableError, SaliencyError
+from saliency import METHODS, Attribution
 from saliency.attribution.heatmap import reduced_maps
+from saliency.errors import NotApplicableError, SaliencyError
 from saliency.evaluation.comparison import holm
 from saliency.evaluation.metrics.base import control_maps, resized_within
 from saliency.evaluation.metrics.map_metrics import (

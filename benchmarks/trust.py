@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import saliency
-from saliency import METHODS, Explanation, generator
+from saliency import METHODS, Explanation
 from saliency.attribution.heatmap import reduced_maps
 from saliency.evaluation.metrics.base import ABSOLUTE, RANDOM_CONTROLS, RELATIVE, SPREAD, SharedResults, Subject, edges
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
@@ -29,6 +29,7 @@ from saliency.evaluation.metrics.map_metrics import RankCorrelation
 from saliency.evaluation.metrics.method_metrics import layers_from_the_top, randomise
 from saliency.evaluation.metrics.road import ROAD
 from saliency.evaluation.trust import CONTROLS, OTHERS, UNTIL
+from saliency.extending import generator
 from saliency.metrics import Metric
 from saliency.render.scaling import smoothed
 

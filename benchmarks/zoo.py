@@ -174,14 +174,16 @@ def judge_guided(model: nn.Module, x: Tensor) -> tuple[str, str]:
     """Return "exact", "warned", "refused" or "WRONG" with details, and the coverage."""
     target = int(model(x).argmax())
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", saliency.SaliencyWarning)
+        warnings.simplefilter("always", saliency.errors.SaliencyWarning)
         try:
             explanation = saliency.GuidedBackprop(model).attribute(x, target)
-        except saliency.SaliencyError as refusal:
+        except saliency.errors.SaliencyError as refusal:
             return f"refused: {refusal}", ""
     expected = reference(model, x, target, "guided_backprop")
     assert explanation.coverage is not None
-    messages = "; ".join(str(entry.message) for entry in caught if issubclass(entry.category, saliency.SaliencyWarning))
+    messages = "; ".join(
+        str(entry.message) for entry in caught if issubclass(entry.category, saliency.errors.SaliencyWarning)
+    )
     counted = sum(explanation.coverage.rewritten.values()) == sum(expected.calls.values())
     difference = error(explanation.values, expected.values)
     if torch.equal(explanation.values, expected.values) and counted:
@@ -199,7 +201,7 @@ def judge_cam(model: nn.Module, x: Tensor) -> tuple[str, str]:
     """Return the default layer, and whether the map varies."""
     try:
         explanation = saliency.GradCAM(model).attribute(x)
-    except saliency.SaliencyError as refusal:
+    except saliency.errors.SaliencyError as refusal:
         return "", f"refused: {refusal}"
     values = explanation.values
     varies = bool(values.isfinite().all()) and float(values.amax() - values.amin()) > 0
@@ -209,7 +211,7 @@ def judge_cam(model: nn.Module, x: Tensor) -> tuple[str, str]:
 def judge_walk(model: nn.Module, x: Tensor) -> str:
     """Return whether the plain walk equals the input times the gradient."""
     methods = [PlainWalk(model), saliency.InputXGradient(model)]
-    walked, expected = (explanation.values for explanation in saliency.explain_together(methods, x, CLASSES))
+    walked, expected = (explanation.values for explanation in saliency.Together(*methods).attribute(x, CLASSES))
     difference = error(walked, expected)
     return f"equal to {difference:.0e}" if difference < 1e-4 else f"WRONG by {difference:.1e}"
 
@@ -224,7 +226,7 @@ def judge_relevance(model: nn.Module, x: Tensor) -> dict[str, str]:
             doubtful.append(name)
     if doubtful:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", saliency.SaliencyWarning)
+            warnings.simplefilter("always", saliency.errors.SaliencyWarning)
             exact = relevance_errors(copy.deepcopy(model).double(), x.double(), doubtful)
         for name, errors in exact.items():
             assert not isinstance(errors, str)
@@ -245,9 +247,9 @@ def relevance_errors(model: nn.Module, x: Tensor, names: list[str]) -> dict[str,
     """Return the errors of conservation and of a batch for each method, or why it is refused."""
     methods = [saliency.METHODS[name](model) for name in names]
     try:
-        batch = saliency.explain_together(methods, x, CLASSES[-len(x) :])
-        single = saliency.explain_together(methods, x[-1:], CLASSES[-1])
-    except saliency.SaliencyError as refusal:
+        batch = saliency.Together(*methods).attribute(x, CLASSES[-len(x) :])
+        single = saliency.Together(*methods).attribute(x[-1:], CLASSES[-1])
+    except saliency.errors.SaliencyError as refusal:
         if len(names) == 1:
             return {names[0]: f"refused: {refusal}"}
         return {name: errors for only in names for name, errors in relevance_errors(model, x, [only]).items()}

@@ -241,7 +241,7 @@ def compare_attention(model: nn.Module, x: Tensor, *, switched: bool) -> str:
     expected = unfused(copy.deepcopy(model), x, switched=switched)
     try:
         found = saliency.attention(model, x, CLASSES)
-    except saliency.SaliencyError as refusal:
+    except saliency.errors.SaliencyError as refusal:
         return f"refused: {refusal}"
     worst = 0.0
     rest = iter(expected)
@@ -279,7 +279,7 @@ def judge_method(model: nn.Module, x: Tensor, name: str) -> str:
         method = cls(model, **cls.preview_options)
         batch, single = method.attribute(x, CLASSES).values, method.attribute(x[1:], CLASSES[1]).values
         return verdict(batch, single, misplaced(model, x))
-    except saliency.SaliencyError as refusal:
+    except saliency.errors.SaliencyError as refusal:
         return f"refused: {refusal}".replace(f"refused: {name}: ", "refused: ")
 
 
@@ -302,7 +302,7 @@ def misplaced(model: nn.Module, x: Tensor) -> str:
     """
     try:
         numbers = TokenNumbers(model).attribute(x[:1], CLASSES[0]).values[0, 0]
-    except saliency.SaliencyError:
+    except saliency.errors.SaliencyError:
         return ""  # a method that does not read the tokens of the attention
     exact, x = copy.deepcopy(model).double(), x[:1].double()
     before = saliency.attention(exact, x)[0].probabilities.log()

@@ -77,15 +77,15 @@ class Table:
         before = fingerprint(case.model)
         try:
             with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", saliency.SaliencyWarning)
+                warnings.simplefilter("always", saliency.errors.SaliencyWarning)
                 explainer = saliency.METHODS[method](case.model, **self.methods[method])
                 found = explainer.attribute(case.x, case.target, forward_args=case.forward_args or ())
-        except saliency.SaliencyError as refusal:
+        except saliency.errors.SaliencyError as refusal:
             verdict = f"refused: {refusal}"
         except Exception as failure:  # noqa: BLE001 - the table has every cell, whatever a method raises
             verdict = f"FAILED: {type(failure).__name__}: {failure}"
         else:
-            notes = [str(one.message) for one in caught if issubclass(one.category, saliency.SaliencyWarning)]
+            notes = [str(one.message) for one in caught if issubclass(one.category, saliency.errors.SaliencyWarning)]
             verdict = _verdict(found, notes)
         return verdict if fingerprint(case.model) == before else f"FAILED: the model was changed; {verdict}"
 

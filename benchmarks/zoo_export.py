@@ -112,7 +112,7 @@ def judge(name: str, method: str) -> dict[str, Any]:
         cell["edge"] = x.shape[-1]
         cell.update(verdicts(METHODS[method], model, x, name in ONNX.split()))
     except Exception as failure:  # noqa: BLE001 - the table has every network, whatever it raises
-        word = "refused" if isinstance(failure, saliency.SaliencyError) else f"FAILED: {type(failure).__name__}"
+        word = "refused" if isinstance(failure, saliency.errors.SaliencyError) else f"FAILED: {type(failure).__name__}"
         cell["onnx" if "pt2" in cell else "pt2"] = f"{word}: {failure}"[:250].replace("\n", " ")
     return cell
 

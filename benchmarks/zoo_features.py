@@ -97,12 +97,12 @@ def verdict(name: str) -> tuple[str, str, str]:
     before = fingerprint(model)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", saliency.SaliencyWarning)
+            warnings.simplefilter("error", saliency.errors.SaliencyWarning)
             found, alone = saliency.features(model, x), saliency.features(model, x[1:])
             height, width = x.shape[2:]
             point = 0.6 * width, 0.3 * height
             similar, colors = found.similarity(point, 1).values[1, 0], found.pca()
-    except saliency.SaliencyError as refusal:
+    except saliency.errors.SaliencyError as refusal:
         return "", "", f"refused: {refusal}"
     h, w = similar.shape
     at_point = float(similar[int(0.3 * h), int(0.6 * w)])

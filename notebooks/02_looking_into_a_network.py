@@ -149,7 +149,7 @@ for axis in (left, right):
 
 # %%
 gradients = inspection.gradient_statistics(model, PHOTOS)
-saliency.gradient_flow(gradients, size=(10.5, 4.4))
+saliency.figure(gradients, size=(10.5, 4.4))
 
 # %% [markdown]
 # **What to see.** The curve is a sawtooth with one tooth per block, and without a trend: the gradient is about as
@@ -292,7 +292,7 @@ def deep(activation=nn.ReLU, *, std=None, bias=0.0, between=nn.Identity):
 def flow(network):
     """Plot the gradients of a network by layer."""
     gradients = inspection.gradient_statistics(network, [(points, labels)], loss)
-    return saliency.gradient_flow(gradients, size=(10.5, 3.3))
+    return saliency.figure(gradients, size=(10.5, 3.3))
 
 
 # %% [markdown]
@@ -461,5 +461,5 @@ for axis in (left, right):
 # step. The fourth network starts with NaN.
 #
 # **In short.** When a network does not learn, inspect it before you tune it. Use `activation_statistics` for the
-# forward pass, `gradient_flow` for the backward pass, and `first_nonfinite` for the origin of a NaN. Each takes one
-# line and leaves the network unchanged.
+# forward pass, `gradient_statistics` for the backward pass, and `first_nonfinite` for the origin of a NaN. Each takes
+# one line and leaves the network unchanged.

@@ -67,7 +67,7 @@ saliency.figure(explanation)
 # - **RectGrad**: each ReLU passes only the 2 % of its units with the largest product of activation and gradient; the
 #   result is multiplied by the input.
 #
-# `explain_together` runs one forward pass for all of them. The contact sheet has a row for each photo and a column for
+# `Together` runs one forward pass for all of them. The contact sheet has a row for each photo and a column for
 # each method.
 
 # %%
@@ -78,7 +78,7 @@ methods = [
     saliency.DeconvNet(model),
     saliency.RectGrad(model),
 ]
-rows = [saliency.explain_together(methods, photo) for photo in PHOTOS]
+rows = [saliency.Together(*methods).attribute(photo) for photo in PHOTOS]
 saliency.contact_sheet(rows, thumb=150)
 
 # %% [markdown]

@@ -45,7 +45,7 @@ family = [
     saliency.FusedCAM(model),
     saliency.GuidedGradCAM(model),
 ]
-saliency.contact_sheet([saliency.explain_together(family, photo) for photo in PHOTOS], thumb=150)
+saliency.contact_sheet([saliency.Together(*family).attribute(photo) for photo in PHOTOS], thumb=150)
 
 # %% [markdown]
 # **What to see.** The first three read the last layer and agree on where the evidence is. They differ in the weak
@@ -59,7 +59,7 @@ saliency.contact_sheet([saliency.explain_together(family, photo) for photo in PH
 
 # %%
 names = ["CAM", "GradCAM", "XGradCAM", "HiResCAM"]
-cam, *others = saliency.explain_together([getattr(saliency, name)(model) for name in names], PHOTOS[0])
+cam, *others = saliency.Together(*[getattr(saliency, name)(model) for name in names]).attribute(PHOTOS[0])
 for other in others:
     ratio = cam.values / other.values
     print(f"cam / {other.method:9} is {ratio.min():.2f} to {ratio.max():.2f} in all {ratio.numel()} places")
@@ -89,7 +89,7 @@ def draw(explanations, titles, columns=4, **options):
 
 layers = ["blocks.1", "blocks.2", "blocks.4", "bn2"]
 methods = [cls(model, layer) for cls in (saliency.GradCAM, saliency.HiResCAM, saliency.LayerCAM) for layer in layers]
-found = saliency.explain_together(methods, ASSETS / "coffee.jpg")
+found = saliency.Together(*methods).attribute(ASSETS / "coffee.jpg")
 grids = ["{}x{}".format(*each.values.shape[2:]) for each in found]
 draw(found, [f"{each.method} at {each.layer}, {grid}" for each, grid in zip(found, grids, strict=True)])
 

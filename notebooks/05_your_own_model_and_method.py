@@ -236,7 +236,7 @@ for axis in axes:
 
 
 # %%
-class LoudestCAM(saliency.WeightedCAM):
+class LoudestCAM(saliency.extending.WeightedCAM):
     """Grad-CAM of the five channels that speak loudest for the class.
 
     Values: (N, 1, h, w), in score units.
@@ -257,7 +257,7 @@ class LoudestCAM(saliency.WeightedCAM):
 lite0 = saliency.load("efficientnet_lite0")
 both = [saliency.GradCAM(lite0), LoudestCAM(lite0)]
 photos = [f"../assets/{name}.jpg" for name in ("camera", "chelsea", "rocket")]
-saliency.contact_sheet([saliency.explain_together(both, photo) for photo in photos], thumb=240)
+saliency.contact_sheet([saliency.Together(*both).attribute(photo) for photo in photos], thumb=240)
 
 # %% [markdown]
 # **What to see.** Five channels of 1280 highlight the same regions, more coarsely.

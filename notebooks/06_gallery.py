@@ -47,7 +47,7 @@ Markdown("\n".join(["| method | summary | cost of a call |", "|---|---|---|", *r
 # ## Methods of a single pass
 #
 # These methods take one forward and at most a few backward passes; DeepSHAP repeats this for ten baselines.
-# `explain_together` runs one forward pass per photo for all of them, and computes each gradient once.
+# `Together` runs one forward pass per photo for all of them, and computes each gradient once.
 
 
 # %% tags=["warns"]
@@ -92,9 +92,9 @@ def create(cls, **options):
     return cls(model, **{name: value for name, value in {**options, **few}.items() if name in cls.options()})
 
 
-many = [cls for cls in classes if issubclass(cls, saliency.MultiPassAttribution)]
+many = [cls for cls in classes if issubclass(cls, saliency.extending.MultiPassAttribution)]
 single = [create(cls) for cls in classes if cls not in many]
-rows = [saliency.explain_together(single, photo) for photo in PHOTOS]
+rows = [saliency.Together(*single).attribute(photo) for photo in PHOTOS]
 print(f"{len(single)} methods on {len(PHOTOS)} photos: {sum(map(len, rows))} maps")
 draw(rows, thumb=140)
 
@@ -122,7 +122,7 @@ draw(rows, thumb=140)
 
 # %%
 methods = [create(cls) for cls in many]
-coffee = saliency.explain_together(methods, "../assets/coffee.jpg")
+coffee = saliency.Together(*methods).attribute("../assets/coffee.jpg")
 print(f"{len(coffee)} methods on one photo")
 draw([coffee], thumb=140)
 

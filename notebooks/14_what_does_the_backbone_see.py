@@ -38,10 +38,10 @@ features = saliency.features(model, photos, preprocess=larger)
 features.layer, tuple(features.values.shape)
 
 # %% [markdown]
-# `pca` reduces the 1280 channels to three colours, fitted over all photos together. `draw_features` draws them:
+# `pca` reduces the 1280 channels to three colours, fitted over all photos together. `figure` draws them:
 
 # %%
-saliency.draw_features(features, foreground=False)
+saliency.figure(features, foreground=False)
 
 # %% [markdown]
 # `similarity` compares every cell of all photos with one cell: here, the eye of the first photo. The result is an
@@ -81,7 +81,7 @@ images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in scenes.im
 left, top, right, bottom = scenes.boxes[0][0].tolist()
 middle = ((left + right) / 2, (top + bottom) / 2)
 found = saliency.features(unet, images)
-saliency.draw_features(found)
+saliency.figure(found)
 
 # %%
 saliency.contact_sheet([[one] for one in found.similarity(middle)], shared=True, thumb=128)
@@ -98,7 +98,7 @@ saliency.contact_sheet([[one] for one in found.similarity(middle)], shared=True,
 # %%
 vit = saliency.features(saliency.load("shapes_vit"), images)
 print(vit.layer, tuple(vit.values.shape), "outlier tokens:", int(vit.outliers.sum()))
-saliency.draw_features(vit)
+saliency.figure(vit)
 
 # %%
 saliency.contact_sheet([[one] for one in vit.similarity(middle)], shared=True, thumb=128)
@@ -141,4 +141,4 @@ for axis, explanation, title in zip(axes, (relax, error, spread), titles, strict
 small = saliency.RISE(saliency.load("shapes_cnn"), passes=128)
 scene = Image.fromarray(saliency.testbed.draw_scenes(1, seed=7).images[0].permute(1, 2, 0).numpy())
 card = saliency.trust(small, scene, itself)
-saliency.draw_trust(card)
+saliency.figure(card)

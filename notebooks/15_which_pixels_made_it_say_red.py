@@ -67,11 +67,11 @@ plt.show()
 #
 # ## Every word has a map
 #
-# `draw_answer` draws all words from one forward. The table below the maps shows how much of the score of each word
+# `word_sheet` draws all words from one forward. The table below the maps shows how much of the score of each word
 # comes from the image, and how much from each token of the text: the prompt, and the words before.
 
 # %% tags=["warns"]
-saliency.draw_answer(answer, method)
+saliency.word_sheet(answer, method)
 
 # %% [markdown]
 # **What to see.** The map of each colour and each shape lies on its own object. The part of the image can be negative:

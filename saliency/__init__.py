@@ -2,22 +2,20 @@
 
 import importlib
 
-import lazy_loader
-
-from . import tables
-
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from . import lazy, tables
 
 # Drawing loads when the first result is shown or saved.
 tables.draw_png = lambda result: importlib.import_module(".render.notebook", __name__).notebook_png(result)
 tables.draw_card = lambda card: importlib.import_module(".render.measurements", __name__).card_png(card)
 
 
-def __getattr__(name: str) -> object:
-    """Load a public name. Raises AttributeError for another one, with the closest public names."""
-    if name in __all__:
-        return _load(name)
+def _hint(name: str, known: list[str]) -> str:
+    """Return the end of an error about an unknown name: its module, its name here, or the closest public names."""
+    from . import errors, extending
     from .aliases import public_hint
 
-    # Without an object, the traceback adds no suggestion of its own.
-    raise AttributeError(f'saliency has no "{name}"{public_hint(name, __all__)}', name=name, obj=None)
+    modules = [module.__name__ for module in (extending, errors) if name in module.__all__]
+    return f"; it is {modules[0]}.{name}" if modules else public_hint(name, known)
+
+
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__, _hint)

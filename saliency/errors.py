@@ -83,6 +83,10 @@ class SaliencyWarning(UserWarning):
     """The result is correct, but has a limitation that the user should know."""
 
 
+_TREE = (SaliencyError, SaliencyWarning)
+__all__ = [name for name, cls in [*globals().items()] if isinstance(cls, type) and issubclass(cls, _TREE)]
+
+
 USER_CODE_ERRORS = (Exception, SystemExit)
 """The errors of a user's code. It may call sys.exit, which must not end a run over many images."""
 

@@ -44,7 +44,7 @@ explanation.save("map.safetensors")
 assert torch.equal(saliency.Explanation.load("map.safetensors").values, explanation.values)
 try:
     saliency.LIME(network, preprocess=preprocess).attribute(photo, 1)
-except saliency.DependencyError as error:
+except saliency.errors.DependencyError as error:
     print(error)
 print("saliency", saliency.__version__, "from the wheel explains and draws")
 """

@@ -87,7 +87,8 @@ def test_an_option_that_was_renamed_is_answered_by_its_new_name(cls: Any, old: s
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
     assert set(aliases.table("options")) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
-    assert set(aliases.table("public")) <= set(dir(saliency))
+    for name in aliases.table("public"):
+        attrgetter(name.partition("(")[0])(saliency)
     for names in (*aliases.table("public").values(), *aliases.table("absent").values()):
         assert not set(names) & set(dir(saliency))
     for text in (*aliases.table("absent"), *aliases.table("result")):
@@ -174,6 +175,12 @@ def test_a_method_that_is_called_shows_the_call() -> None:
         ("DeepExplainer", "it is called DeepSHAP here"),
         ("LayerConductance", "not offered here; nearest: HiResCAM"),
         ("AttCAT", "not offered here; nearest: CheferAttention"),
+        ("explain_pair", "it is called pair here"),
+        ("explain_text", "it is called token_importance here"),
+        ("explain_together", "it is called Together here"),
+        ("draw_trust", "it is called figure here"),
+        ("draw_ledger", r"it is called figure\(ledger_table\(explanation\)\) here"),
+        ("draw_answer", "it is called word_sheet here"),
         ("KPCA_CAM", "not offered here; nearest: EigenCAM"),
     ],
 )
@@ -185,6 +192,11 @@ def test_an_unknown_public_name_is_answered_by_the_closest(name: str, hint: str)
     assert getattr(saliency, name, None) is None
     with pytest.raises(ImportError, match=name):
         exec(f"from saliency import {name}")  # noqa: S102
+
+
+def test_an_earlier_name_of_inspection_is_answered() -> None:
+    with pytest.raises(AttributeError, match=r'no "extract_features"; it is called inspection\.activations here'):
+        saliency.inspection.extract_features  # type: ignore[attr-defined] # noqa: B018
 
 
 def test_a_with_block_shows_the_call() -> None:
@@ -211,7 +223,7 @@ def test_a_list_with_one_layer_is_that_layer_and_is_shown() -> None:
     assert "layers=('features',)" in repr(saliency.FusedCAM(MODEL, layers=["features"]))
     several: list[Any] = [[], ["features", "head"]]
     for layers in several:
-        with pytest.raises(saliency.LayerError, match=r"reads one layer, got [02]; FusedCAM"):
+        with pytest.raises(saliency.errors.LayerError, match=r"reads one layer, got [02]; FusedCAM"):
             saliency.ShapleyCAM(MODEL, layers)
 
 

@@ -24,6 +24,7 @@ HOME = Path(saliency.__file__).parent
 # From the bottom up: a package imports from those before it. Inside a package the order is free, without cycles.
 LAYERS = [
     "_version",
+    "lazy",
     "errors",
     "aliases",
     "validation",
@@ -46,11 +47,26 @@ LAYERS = [
     "batch",
     "explorer",
     "testing",
+    "extending",
     "cli",
     "__main__",
 ]
 
 PUBLIC: list[str] = vars(saliency)["__all__"]
+FIRST = [
+    *(
+        "load",
+        "GradCAM",
+        "LayerCAM",
+        "GuidedBackprop",
+        "LRP",
+        "AttnLRP",
+        "IntegratedGradients",
+        "SmoothGrad",
+        "Occlusion",
+    ),
+    *("ODAM", "overlay", "figure", "heatmap", "box", "region", "words", "compare", "trust", "METHODS"),
+]
 
 
 def module_name(path: Path) -> str:
@@ -180,11 +196,24 @@ def test_drawing_imports_no_method() -> None:
             assert not [each for each in below(name) if each.startswith("methods")], name
 
 
-@pytest.mark.parametrize("name", ["figure", "overlay", "sheet", "volume", "notebook"])
+@pytest.mark.parametrize("name", ["figure", "results", "overlay", "sheet", "volume", "notebook"])
 def test_drawing_an_explanation_loads_no_method_and_no_metric(name: str) -> None:
     code = f"import saliency.render.{name}, sys\nloaded = [name.rpartition('.')[0] for name in sys.modules]"
     code += "\nassert not {'saliency.methods', 'saliency.evaluation', 'saliency.inspection'} & set(loaded), loaded"
     loaded_by(code)
+
+
+def test_the_figure_of_an_explanation_loads_no_method_and_no_metric() -> None:
+    loaded_by(
+        "import sys, torch, saliency\nfrom PIL import Image\nfrom saliency.io.geometry import Frame\n"
+        "from saliency.targets.question import QuestionFacts\n"
+        "facts = {'input_size': (9, 9), 'method': 'm', 'title': 'M', 'units': 'score', 'sign': 'signed'}\n"
+        "facts['frames'] = (Frame(Image.new('RGB', (9, 9)), (0.0, 0.0, 9.0, 9.0)),)\n"
+        "e = saliency.Explanation(torch.rand(1, 1, 9, 9), torch.ones(1), questions=(QuestionFacts('cat'),), **facts)\n"
+        "assert len(saliency.figure([e]).axes) == 2\n"
+        "loaded = {name.rpartition('.')[0] for name in sys.modules}\n"
+        "assert not {'saliency.methods', 'saliency.evaluation', 'saliency.inspection'} & loaded, loaded"
+    )
 
 
 HEAVY = (
@@ -301,12 +330,36 @@ def test_the_check_sees_a_private_name_of_torch() -> None:
 # Names.
 
 
-def test_all_is_what_is_visible_and_sorted() -> None:
-    assert sorted(PUBLIC) == PUBLIC
+def test_the_names_are_listed_by_importance_and_the_other_methods_last() -> None:
+    listed = vars(saliency)["__dir__"]()  # `dir` sorts; IPython does not
+    assert listed == PUBLIC
+    assert listed[: len(FIRST)] == FIRST
+    others = [cls.__name__ for cls in METHODS.values() if cls.__name__ not in FIRST]
+    assert sorted(listed[-len(others) :]) == sorted(others)
+
+
+def test_all_is_what_is_visible() -> None:
     assert sorted(PUBLIC) == sorted(name for name in dir(saliency) if not name.startswith("_") or name == "__version__")
     assert len(set(PUBLIC)) == len(PUBLIC)
     for name in PUBLIC:
         assert getattr(saliency, name) is not None
+
+
+def test_a_name_for_authors_of_methods_or_of_an_error_is_not_listed_twice_and_answers_with_its_module() -> None:
+    for module in (saliency.extending, saliency.errors):
+        names: list[str] = vars(module)["__all__"]
+        assert not set(names) & set(PUBLIC)
+        for name in names:
+            assert getattr(module, name) is not None
+            with pytest.raises(AttributeError, match=rf'saliency has no "{name}"; it is {module.__name__}\.{name}$'):
+                getattr(saliency, name)
+    with pytest.raises(AttributeError, match='extending has no "WeightedCam"; did you mean "WeightedCAM"'):
+        saliency.extending.WeightedCam  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_the_common_type_is_the_only_base_class_on_top() -> None:
+    bases = {name for name in PUBLIC if isinstance(cls := getattr(saliency, name), type) and inspect.isabstract(cls)}
+    assert bases == {"Attribution"}
 
 
 def test_every_public_name_shadows_no_module() -> None:
@@ -315,17 +368,20 @@ def test_every_public_name_shadows_no_module() -> None:
 
 
 def test_a_package_with_public_functions_needs_no_import_of_its_own() -> None:
-    assert {"batch", "inspection", "metrics", "relevance", "testbed", "testing", "zoo"} <= set(PUBLIC)
+    packages = {"batch", "errors", "extending", "inspection", "metrics", "relevance", "testbed", "testing", "zoo"}
+    assert packages <= set(PUBLIC)
 
 
-def test_the_stub_names_what_it_takes_and_from_where() -> None:
-    stub = ast.parse((HOME / "__init__.pyi").read_text("utf-8"))
+@pytest.mark.parametrize("public", ["saliency", "saliency.extending", "saliency.metrics"])
+def test_the_stub_names_what_it_takes_and_from_where(public: str) -> None:
+    listing = importlib.import_module(public)
+    stub = ast.parse(Path(str(listing.__file__)).with_suffix(".pyi").read_text("utf-8"))
     for node in stub.body:
         assert isinstance(node, ast.ImportFrom)
         module = importlib.import_module(f"saliency.{node.module}" if node.module else "saliency")
         for each in node.names:
             assert each.asname == each.name
-            assert getattr(module, each.name) is getattr(saliency, each.name)
+            assert getattr(module, each.name) is getattr(listing, each.name)
 
 
 def test_every_method_is_public() -> None:
@@ -347,12 +403,15 @@ def test_every_named_class_in_the_methods_is_registered() -> None:
 
 
 def test_every_error_is_public() -> None:
-    errors = importlib.import_module("saliency.errors")
-    for name, each in vars(errors).items():
-        if inspect.isclass(each) and issubclass(each, Exception | Warning):
-            assert getattr(saliency, name) is each
-            assert issubclass(each, saliency.SaliencyError | UserWarning)
-            assert name in (errors.__doc__ or "") or name in ("SaliencyError", "SaliencyWarning")
+    errors = saliency.errors
+    named = {
+        name
+        for name, each in vars(errors).items()
+        if inspect.isclass(each) and issubclass(each, errors.SaliencyError | errors.SaliencyWarning)
+    }
+    assert named == set(vars(errors)["__all__"])
+    for name in named - {"SaliencyWarning"}:
+        assert name in (errors.__doc__ or "")
 
 
 # Words.

@@ -63,9 +63,9 @@ def test_captum_accepts_a_pixel_that_is_not_a_number_and_a_negative_class() -> N
     assert captum.Saliency(model).attribute(broken, target=1).shape == X.shape
     last = captum.Saliency(model).attribute(X.clone(), target=2)
     assert torch.equal(captum.Saliency(model).attribute(X.clone(), target=-1), last)
-    with pytest.raises(saliency.SaliencyError):
+    with pytest.raises(saliency.errors.SaliencyError):
         saliency.VanillaGradient(model).attribute(broken, 1)
-    with pytest.raises(saliency.TargetError):
+    with pytest.raises(saliency.errors.TargetError):
         saliency.VanillaGradient(model).attribute(X, -1)
 
 

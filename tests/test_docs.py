@@ -13,7 +13,9 @@ from PIL import Image
 
 import saliency
 from benchmarks.methods_table import PAGE, with_table
+from docs.site.methods import families
 from saliency import LRP, Attribution
+from saliency.attribution.base import summary
 from saliency.methods import METHODS
 from saliency.relevance import Epsilon
 from saliency.testing import check_method, images, tiny_model
@@ -64,12 +66,22 @@ def test_the_first_lines_of_the_readme_draw_the_photo(tmp_path: Path, monkeypatc
         assert drawn.size == photo.size
 
 
-def test_the_readme_is_short_and_names_every_method() -> None:
+def test_the_readme_is_short_and_lists_a_dozen_methods_with_their_summaries() -> None:
     text = README.read_text()
     assert text.count("\n") <= 140
-    named = set(re.findall(r"`(\w+)`", text))
-    missing = [cls.__name__ for cls in METHODS.values() if cls.__name__ not in named]
-    assert not missing
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    methods = {cls.__name__: summary(cls) for cls in METHODS.values()}
+    assert len(rows) == 12
+    assert dict(rows).items() <= methods.items()
+    assert f"[all {len(methods)} methods](docs/choosing-a-method.md)" in text
+    assert f"with {len(methods)} attribution" in text
+
+
+def test_every_method_belongs_to_a_family_on_the_page_that_lists_all() -> None:
+    assert "other methods" not in families()
+    assert sorted(cls.__name__ for members in families().values() for cls in members) == sorted(
+        cls.__name__ for cls in METHODS.values() if cls.__module__.startswith("saliency.methods.")
+    )
 
 
 def test_the_table_of_methods_is_the_registry() -> None:

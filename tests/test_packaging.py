@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import saliency
-from saliency import DependencyError
 from saliency.cli import main
-from saliency.errors import optional_import, require_own_folder
+from saliency.errors import DependencyError, optional_import, require_own_folder
 from saliency.io.volumes import read_volume
 from saliency.tables import Table
 from saliency.testing import tiny_model_for

@@ -79,10 +79,13 @@ def test_every_public_name_is_in_the_reference(pages: dict[str, str]) -> None:
     assert not missing
     metrics = {name for name in dir(saliency.metrics) if not name.startswith("_")} - {"METRICS"}
     assert not [name for name in metrics if f"`metrics.{name}`" not in text]
+    for module in (saliency.extending, saliency.errors):
+        names: list[str] = vars(module)["__all__"]
+        assert not [name for name in names if f"{{ #{reference.anchor(module.__name__[9:])}.{name} }}" not in text]
 
 
 def test_a_docstring_links_to_the_public_names_that_it_mentions(pages: dict[str, str]) -> None:
-    assert "[`LayerError`](../reference/errors.md#saliency.LayerError)" in pages["methods/grad_cam.md"]
+    assert "[`LayerError`](../reference/errors.md#saliency.errors.LayerError)" in pages["methods/grad_cam.md"]
     assert "[`heatmap`](../reference/attribution.md#saliency.heatmap)" in pages["methods/grad_cam.md"]
     assert as_markdown("The value <title> of a page.", "", {}).startswith("The value &lt;title> of")  # no HTML element
 

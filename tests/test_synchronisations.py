@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad, TracedAttribution
+from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad
 from saliency.errors import NotApplicableError
+from saliency.extending import TracedAttribution
 from tests.models import torchvision_models
 from tests.selection import of_each_family
 

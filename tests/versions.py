@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from saliency import NotApplicableError
+from saliency.errors import NotApplicableError
 
 
 @contextmanager

@@ -56,9 +56,13 @@ def file_of(cls: type[Attribution]) -> str:
 
 @cache
 def families() -> dict[str, list[type[Attribution]]]:
-    """Return the methods by family, from the table in the README."""
+    """Return the methods by family, from the table in docs/choosing-a-method.md."""
     by_name = {cls.__name__: cls for cls in classes()}
-    rows = re.findall(r"^\| ([a-zA-Z ,]+) \| ((?:`\w+`(?:, )?)+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([a-zA-Z ,]+) \| ((?:`\w+`(?:, )?)+) \|$",
+        (ROOT / "docs" / "choosing-a-method.md").read_text(),
+        re.MULTILINE,
+    )
     found = {family: [by_name.pop(name) for name in re.findall(r"\w+", names)] for family, names in rows}
     return found | ({"other methods": list(by_name.values())} if by_name else {})
 

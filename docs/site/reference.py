@@ -27,11 +27,10 @@ def contents() -> dict[str, dict[str, Any]]:
             pages.setdefault(home[1], {})[name] = value
     seen = own | {id(value) for value in public.values()}
     for module in sorted(name for name, value in public.items() if isinstance(value, ModuleType)):
-        for name in dir(public[module]):
+        listed = vars(public[module]).get("__all__")
+        for name in listed or dir(public[module]):
             value = getattr(public[module], name)
-            is_own = getattr(value, "__module__", "").startswith(
-                f"saliency.{'evaluation.' * (module == 'metrics')}{module}"
-            )
+            is_own = listed or getattr(value, "__module__", "").startswith(f"saliency.{module}")
             if not name.startswith("_") and is_own and callable(value) and id(value) not in seen:
                 seen.add(id(value))
                 pages.setdefault(module, {})[f"{module}.{name}"] = value

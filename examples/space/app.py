@@ -19,7 +19,7 @@ def explain(image: Image.Image | None, target: str, method: str) -> tuple[Image.
         raise gr.Error("Choose a photo first.")
     try:
         explanation = getattr(saliency, method)(model).attribute(image, None if target == TOP else target)
-    except saliency.SaliencyError as error:
+    except saliency.errors.SaliencyError as error:
         raise gr.Error(str(error)) from error
     text = explanation.target_names[0]
     if explanation.probabilities is not None:

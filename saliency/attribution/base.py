@@ -136,7 +136,7 @@ class Attribution(HasOptions, ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not isinstance(cls.needs, Needs):
-            raise TypeError(f"{cls.__qualname__}.needs is not a saliency.Needs, got {cls.needs!r}")
+            raise TypeError(f"{cls.__qualname__}.needs is not a saliency.extending.Needs, got {cls.needs!r}")
         name = cls.__dict__.get("name", "")
         if not name:
             return
@@ -524,7 +524,9 @@ def _require_values(method: Attribution, images: int) -> None:
 def _require_maps(name: str, result: Any, x: Tensor) -> None:
     """Raise MethodError unless a method returned one map (C, H, W), one score and one row of evidence per image."""
     images = len(x)
-    expected = "saliency.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
+    expected = (
+        "saliency.extending.BatchAttribution(values, scores) with values (N, C, H, W) or (N, 1, h, w) and scores (N,)"
+    )
     if not isinstance(result, BatchAttribution):
         raise MethodError(f"{name} returned {type(result).__name__}; expected {expected}")
     shapes = tuple(getattr(result.values, "shape", ())), tuple(getattr(result.scores, "shape", ()))
@@ -606,44 +608,39 @@ def source(cls: type) -> str:
     return " ".join(match[1].split()) if match else ""
 
 
-def explain_together(
-    methods: Sequence[Attribution],
-    inputs: ImagesLike | Answer,
-    target: TargetLike = None,
-    *,
-    forward_args: ForwardArgs = (),
-) -> list[Explanation]:
-    """Explain the same image and target by several methods, from one forward where possible.
+class Together:
+    """Methods of the same model that explain the same image and target, from one forward where possible.
 
     All CAMs of one layer share one forward and one backward; the gradient methods share the forward. The values equal
     the values of separate calls.
 
     Args:
         methods: Methods of the same model.
-        inputs: As for `Attribution.attribute`.
-        target: As for `Attribution.attribute`.
-        forward_args: As for `Attribution.attribute`.
-
-    Returns:
-        One explanation per method, in their order.
 
     Raises:
-        MethodError: The list is empty, or the methods differ in model, preprocessing, class names or layout.
+        MethodError: There is no method, or the methods differ in model, preprocessing, class names or layout.
     """
-    require_methods(methods)
-    first = methods[0]
-    expected = (first.model, first.preprocess, first.categories, first.layout)
-    if any((method.model, method.preprocess, method.categories, method.layout) != expected for method in methods):
-        raise MethodError(
-            "explain_together: the methods must have the same model, preprocessing, class names and layout"
-        )
-    batch, explain = first.read(inputs), partial(_explain_by_all, methods)
-    for method in methods[1:]:
-        _require_values(method, len(batch.inputs))
-    with first.call(batch, [target], forward_args):
-        if isinstance(batch, Answer) and len(batch.inputs) > 1:
-            return explain_by_image(batch, [target], explain)
-        return explain(batch, [target])
+
+    def __init__(self, *methods: Attribution) -> None:
+        require_methods(methods, "Together(GradCAM(model), LayerCAM(model))")
+        first = methods[0]
+        expected = (first.model, first.preprocess, first.categories, first.layout)
+        if any((method.model, method.preprocess, method.categories, method.layout) != expected for method in methods):
+            raise MethodError("Together: the methods must have the same model, preprocessing, class names and layout")
+        self.methods = methods
+
+    def attribute(
+        self, inputs: ImagesLike | Answer, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+    ) -> list[Explanation]:
+        """Return one explanation per method, in their order. Arguments and errors as for `Attribution.attribute`."""
+        first = self.methods[0]
+        batch, explain = first.read(inputs), partial(_explain_by_all, self.methods)
+        for method in self.methods[1:]:
+            _require_values(method, len(batch.inputs))
+        with first.call(batch, [target], forward_args):
+            if isinstance(batch, Answer) and len(batch.inputs) > 1:
+                return explain_by_image(batch, [target], explain)
+            return explain(batch, [target])
 
 
 def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
@@ -686,11 +683,11 @@ def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str:
     return layers.pop()
 
 
-def require_methods(methods: Sequence[Attribution]) -> None:
-    """Raise MethodError unless the first argument of a call is a list of methods."""
+def require_methods(methods: Sequence[Attribution], example: str) -> None:
+    """Raise MethodError unless these are methods; the error shows the example."""
     is_list = isinstance(methods, list | tuple) and bool(methods)
     if not is_list or not all(isinstance(method, Attribution) for method in methods):
-        raise MethodError("expected a list of methods as the first argument, such as [GradCAM(model), LayerCAM(model)]")
+        raise MethodError(f"expected methods, such as {example}")
 
 
 def as_setting(setting: Any) -> Setting:

@@ -398,7 +398,7 @@ Product = Literal["cosine", "dot"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matches:
-    """Result of `explain_matches`: the contribution of each pair of cells to the similarity of two images.
+    """Result of `matches`: the contribution of each pair of cells to the similarity of two images.
 
     Attributes:
         values: (h, w, h', w') the contributions, signed, in units of the score: `values[i, j, k, l]` belongs to

@@ -164,7 +164,7 @@ def features(
 
         features = saliency.features(model, ["cat.jpg", "dog.jpg"])
         saliency.figure(features.similarity((300, 120)), shared=True)  # the similarity to the cell at this pixel
-        saliency.draw_features(features)  # principal components in colours
+        saliency.figure(features)  # principal components in colours
 
     Args:
         model: Any backbone, with or without a head. It is unchanged.
@@ -180,7 +180,7 @@ def features(
         ImageError: An image cannot be read, or the images differ in size.
         LayerError: The layer does not exist or has no spatial output.
         NonFiniteError: A feature is NaN or infinite.
-        NotApplicableError: The input is a volume; `saliency.inspection.extract_features` accepts it.
+        NotApplicableError: The input is a volume; `saliency.inspection.activations` accepts it.
     """
     network = unwrap(model)
     preprocess = model_attribute("preprocess", model) if preprocess is None else preprocess

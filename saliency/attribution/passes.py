@@ -514,7 +514,7 @@ def _checked(image: object) -> ImageAttribution:
     if isinstance(image, ImageAttribution) and image.values.dim() in (3, 4):
         return image
     got = f"values {tuple(image.values.shape)}" if isinstance(image, ImageAttribution) else type(image).__name__
-    expected = "saliency.ImageAttribution(values) with values (C, H, W), or (1, h, w) at a layer"
+    expected = "saliency.extending.ImageAttribution(values) with values (C, H, W), or (1, h, w) at a layer"
     raise MethodError(f"explain_image returned {got}; expected {expected}")
 
 

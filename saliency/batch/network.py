@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..aliases import option_hint
-from ..attribution.base import METHODS, Attribution, explain_together, get_method
+from ..attribution.base import METHODS, Attribution, Together, get_method
 from ..attribution.explanation import Explanation
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
@@ -189,7 +189,7 @@ class Network:
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        explained = attempt(lambda: [one.to("cpu") for one in explain_together(methods, x, targets)])
+        explained = attempt(lambda: [one.to("cpu") for one in Together(*methods).attribute(x, targets)])
         if not isinstance(explained, BaseException):
             return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
         # Free the memory of the pass: drop the tracebacks, which reference tensors.

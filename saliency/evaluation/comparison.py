@@ -462,7 +462,7 @@ def compare(
         ImageError: The size of a mask differs from the size of its image, or a box is empty or exceeds the image.
         SaliencyError: A method or an image raises it.
     """
-    require_methods(methods)
+    require_methods(methods, "[GradCAM(model), LayerCAM(model)]")
     resolved = resolve_metrics(metrics)
     inputs: list[Any] = []
     for image in split_images(cast("ImagesLike", images)):

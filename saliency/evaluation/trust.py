@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import tables
-from ..attribution.base import METHODS, Attribution, explain_together
+from ..attribution.base import METHODS, Attribution, Together
 from ..attribution.explanation import Explanation
 from ..errors import LayerError, MethodError, NotApplicableError
 from ..io.atomic_write import write_by_suffix
@@ -292,7 +292,7 @@ def _agreement(subject: Subject, context: dict[str, Any]) -> Measurement:
 
     def explained(names: Sequence[str]) -> list[Explanation]:
         others = [METHODS[name](method.model, preprocess=method.preprocess, layout=method.layout) for name in names]
-        return explain_together(others, subject.inputs_for(method, subject.images), subject.explained_target)
+        return Together(*others).attribute(subject.inputs_for(method, subject.images), subject.explained_target)
 
     others, gradients = ([name for name in names if name != method.name] for names in (OTHERS, GRADIENTS))
     try:

@@ -54,8 +54,9 @@ from ..model.call import prepared_for_attribution, run_model
 from ..model.dual_encoder import DualEncoder
 from ..model.layers import scan_layers
 from ..render.blending import MOST_OPACITY
-from ..render.figure import as_png, figure
+from ..render.figure import as_png
 from ..render.overlay import encode_png, overlay
+from ..render.results import figure
 from ..render.scaling import DIVERGING, SEQUENTIAL, color_table, scale_map
 from ..targets.boxes import BoxTarget, as_place, box
 from ..targets.classes import ClassTarget, as_target, class_name, class_scores, contrast

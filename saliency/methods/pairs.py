@@ -31,7 +31,7 @@ LINEAR = (LRP, AttnLRP, DeepLIFT, HiResCAM, InputXGradient, VanillaGradient)
 """Methods whose map of a sum of scores is the sum of the maps, so that they can explain directions."""
 
 
-def explain_pair(
+def pair(
     method: Attribution, a: ImagesLike, b: ImagesLike, *, measure: Measure = "cosine"
 ) -> tuple[Explanation, Explanation]:
     """Explain the similarity of two images, with a map of each.
@@ -84,7 +84,7 @@ class PairSimilarity(Similarity):
 
 
 @refuse_unknown_keywords
-def explain_matches(
+def matches(
     method: Attribution,
     a: ImagesLike,
     b: ImagesLike,
@@ -127,7 +127,7 @@ def explain_matches(
     check_integer("cells", cells, least=1)
     batches = _read(method, a, b)
     if len(batches[0].inputs) != 1:
-        raise MethodError(f"explain_matches takes one image on each side, got {len(batches[0].inputs)}")
+        raise MethodError(f"matches takes one image on each side, got {len(batches[0].inputs)}")
     if not isinstance(method, LINEAR):
         names = ", ".join(cls.__name__ for cls in LINEAR)
         raise MethodError(f"{method.name}: the maps of matches must be linear in the score, as for {names}")

@@ -84,7 +84,7 @@ class _TextTower(nn.Module):
             return self.encoder.encode_tokens(tokens)
 
 
-def explain_text(
+def token_importance(
     model: nn.Module, image: ImageLike, text: str, method: str = "integrated_gradients", **options: Any
 ) -> TextExplanation:
     """Explain the cosine similarity of an image and a text by the tokens of the text.

@@ -90,7 +90,7 @@ def as_png(drawing: Figure, dpi: float, **options: Any) -> bytes:
     return png.getvalue()
 
 
-def figure(
+def draw_maps(
     explanations: Explanation | Iterable[Explanation] | Sequence[Sequence[Explanation]],
     *,
     columns: int | None = None,
@@ -101,32 +101,7 @@ def figure(
     shared: bool = False,
     label: str | None = None,
 ) -> Figure:
-    """Draw each image once, then its maps side by side, each with a colour bar in the map's units.
-
-    Explanations of the same image are next to each other. The bar shows the colours before they are mixed with the
-    image. A pointed end marks values beyond the bar.
-
-    Args:
-        explanations: Any number of explanations, of one or more images; or rows of them, as for `contact_sheet`.
-        columns: Number of panels side by side, with the image; by default at most 5, in rows of equal length.
-        title: A title above everything.
-        opacity: As in `overlay`.
-        colormap: As in `overlay`.
-        smoothing: As in `overlay`.
-        shared: Use one scale for all maps, so that equal colours mean equal values.
-        label: The label of the bars; by default the method's units.
-
-    Returns:
-        A matplotlib Figure: `figure(e).savefig("cat.pdf")`. In PDF and SVG, text is text, and images have 300 dots per
-        inch. A notebook shows it directly.
-
-    Raises:
-        NonFiniteError: A value is NaN or infinite.
-        RenderError: There is no explanation, an explanation has no image, or an option is invalid.
-
-    Warns:
-        SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
-    """
+    """Draw each image once, then its maps side by side, each with a colour bar; see `results.figure`."""
     if columns is not None:
         check_integer("columns", columns, least=1, error=RenderError)
     listed: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
@@ -154,27 +129,13 @@ def figure(
 
 
 def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
-    """Draw both images side by side, and lines between the cells that match most.
-
-    The width of a line is proportional to the magnitude of its match. Red matches raise the similarity, blue matches
-    lower it. The strongest match is on top. Of matches that are neighbours in both images, only the strongest is drawn.
-
-    Args:
-        matches: The result of `explain_matches`.
-        count: The maximum number of lines.
-
-    Returns:
-        A matplotlib Figure, as from `figure`.
-
-    Raises:
-        RenderError: An image was given as a tensor, or the count is invalid.
-    """
+    """Draw both images side by side, and lines between the cells that match most; see `results.figure`."""
     from matplotlib.patches import ConnectionPatch
 
     check_integer("count", count, least=1, error=RenderError)
     frames = [_print_frame(frame) for frame in matches.frames if frame is not None]
     if len(frames) < 2:
-        raise RenderError("draw_matches draws on the images; pass their paths or PIL images to explain_matches")
+        raise RenderError("the figure of matches needs the images; pass their paths or PIL images to saliency.matches")
     title = f"{matches.measure} similarity {matches.score:.3g}; red raises it, blue lowers it"
     drawing, [panels] = draw_panels([[Panel(frame.image) for frame in frames]], WIDTH / 2, title=title)
     values = matches.values.double().cpu()
@@ -194,7 +155,7 @@ def draw_matches(matches: Matches, *, count: int = 20) -> Figure:
     return drawing
 
 
-def draw_answer(answer: Answer, method: Attribution, *, columns: int | None = None) -> Figure:
+def word_sheet(answer: Answer, method: Attribution, *, columns: int | None = None) -> Figure:
     """Draw a map for each word of an answer, side by side, in the order of the answer.
 
     Each map has its own scale, and shows positive values only, which are visible on an object of any colour; `figure`
@@ -281,22 +242,8 @@ def _draw_shares(axes: Axes, shares: tuple[list[str], Any], names: Sequence[str]
 
 
 def draw_features(features: Features, *, foreground: bool = True) -> Figure:
-    """Draw one column per image: the image, and the principal components of its features in colours.
-
-    The colours of all images have one scale. `figure(features.similarity(point))` draws the similarity to a point.
-
-    Args:
-        features: The result of `saliency.features` for images that are not tensors.
-        foreground: As in `Features.pca`.
-
-    Returns:
-        A matplotlib Figure, as from `figure`.
-
-    Raises:
-        LayerError: As for `Features.pca`.
-        RenderError: An image was given as a tensor, so there is no image to draw on.
-    """
-    frames = [_print_frame(frame_of(explanation)) for explanation in features.similarity()]
+    """Draw the images, and the principal components of their features in colours; see `results.figure`."""
+    frames = [_print_frame(frame_of(one)) for one in features.similarity()]
     colors = (255 * features.pca(foreground=foreground)).round().byte().movedim(1, -1).cpu().numpy()
     components = []
     for frame, cells in zip(frames, colors, strict=True):

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from ..attribution.explanation import Explanation
-from ..attribution.heatmap import single_images
 from ..errors import RenderError
-from ..evaluation.ledger import LedgerRow, ledger_table
+from ..evaluation.ledger import LedgerRow
 from ..inspection.statistics import GradientStatistics, LayerGradients, call_label
 from ..io.atomic_write import SOFTWARE
 from ..io.axes import require_two_axes
 from ..io.geometry import Frame
+from ..tables import Table
 from .blending import paint, shrink
 from .figure import PRINT_DPI, SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, Panel, as_png, draw_panels, new_figure
 from .notebook import framed
@@ -43,17 +42,7 @@ LONGEST_HEADING = 80  # characters
 
 
 def draw_trust(card: TrustCard) -> Figure:
-    """Draw a trust card: the overlay, and one axis for each property, with better values to the right.
-
-    The bar of the map shows two standard errors. The grey bars of the controls show their ranges. The map is green
-    where it is better than all controls, and red where it is worse.
-
-    Args:
-        card: The result of `trust`.
-
-    Returns:
-        A matplotlib Figure, which a notebook shows.
-    """
+    """Draw the overlay, and one axis for each property of a trust card; see `results.figure`."""
     rows = list(card)
     drawing = new_figure(10, 0.6 * len(rows) + 1.4)
     grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
@@ -101,23 +90,8 @@ def _draw_property(axes: Axes, row: Property) -> None:
         axes.invert_xaxis()
 
 
-def draw_ledger(explanations: Explanation | Iterable[Explanation]) -> Figure:
-    """Draw the shares of the score as horizontal bars that add up to the score.
-
-    Each bar begins where the previous one ends: positive shares go to the right, in red, and negative shares to the
-    left, in blue. The last bar is the score, which begins at zero. The numbers are the shares in score units, and their
-    percentages of the score.
-
-    Args:
-        explanations: As in `ledger_table`. The bars of several images are below each other, on one scale.
-
-    Returns:
-        A matplotlib Figure: `draw_ledger(e).savefig("ledger.png")`. Notebooks display it.
-
-    Raises:
-        RenderError: There is no explanation, or an explanation has no ledger.
-    """
-    table = ledger_table(single_images(explanations, "draw_ledger"))
+def draw_ledger(table: Table[LedgerRow]) -> Figure:
+    """Draw the shares of the score as horizontal bars that add up to the score; see `results.figure`."""
     ledgers = [list(rows) for _, rows in groupby(table, lambda row: row.image)]
     heights = [ROW_HEIGHT * (len(ledger) + 2) for ledger in ledgers]
     drawing = new_figure(WIDTH, sum(heights))
@@ -148,23 +122,7 @@ LONGEST_LABEL = 30  # characters
 
 
 def gradient_flow(statistics: GradientStatistics, *, size: tuple[float, float] = (10.0, 4.8)) -> Figure:
-    """Plot the norm of the gradient at each layer from the input (left) to the output (right), on a log axis.
-
-    Each point is one call of a layer, in forward order, or one parameter. Only the innermost layers are shown, without
-    `nn.Identity`. The backward pass runs from right to left: a gradient that decreases towards the left vanishes, and
-    a gradient that increases explodes. Marks at the lower edge show zero or missing gradients, and marks at the upper
-    edge NaN or infinity.
-
-    Args:
-        statistics: From `gradient_statistics`.
-        size: Width and height in inches.
-
-    Returns:
-        A matplotlib Figure, independent of pyplot: `gradient_flow(s).savefig("flow.png")`. Notebooks display it.
-
-    Raises:
-        RenderError: There is nothing to draw.
-    """
+    """Plot the norm of the gradient at each of the innermost layers, without `nn.Identity`; see `results.figure`."""
     rows = _innermost(statistics)
     if not rows:
         raise RenderError("there are no layers in these statistics to draw")
@@ -205,29 +163,10 @@ def _innermost(table: Iterable[LayerGradients]) -> dict[str, LayerGradients]:
     return labelled
 
 
-def draw_attention(layers: Sequence[LayerAttention], query: Query = None, *, image: int = 0) -> Figure:
-    """Draw one row per layer and one column per head: the attention of a query to each patch of an image.
-
-    Each panel has its own scale. Its title has the value at full colour.
-
-    Args:
-        layers: The result of `attention`, or a part of it.
-        query: As for `LayerAttention.maps`. A point is marked by a cross.
-        image: The index of the image.
-
-    Returns:
-        A matplotlib Figure, as from `figure`.
-
-    Raises:
-        LayerError: As for `LayerAttention.maps`.
-        NotApplicableError: The input is a volume.
-        RenderError: There are no layers.
-        TargetError: As for `LayerAttention.maps`.
-    """
-    if not layers:
-        raise RenderError("draw_attention got nothing to draw; pass the result of saliency.attention")
+def draw_attention(layers: Sequence[LayerAttention], *, query: Query = None, image: int = 0) -> Figure:
+    """Draw one row per layer and one column per head: the attention of a query to each patch; see `results.figure`."""
     batch = layers[0].batch
-    require_two_axes(batch.inputs, "draw_attention")
+    require_two_axes(batch.inputs, "the figure of attention")
     height, width = batch.inputs.shape[2:]
     frame = batch.frames[image] or Frame(Image.new("RGB", (width, height)), (0, 0, width, height))
     small, rows = shrink(frame, round(PANEL * PRINT_DPI)), []

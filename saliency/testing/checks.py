@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attribution.base import METHODS, Attribution, explain_together, source, summary
+from ..attribution.base import METHODS, Attribution, Together, source, summary
 from ..attribution.explanation import Explanation, Sign
 from ..errors import NonFiniteError, NotApplicableError, SaliencyError, TargetError
 from ..methods.gradient import VanillaGradient
@@ -194,7 +194,7 @@ def chunk_size_does_not_matter(case: MethodCase) -> None:
 
 
 def _require_same_estimates(explanation: Explanation, expected: Explanation, what: str) -> None:
-    what += " (make(start, stop) must return the same inputs for the same pass numbers: saliency.generator(seed, i))"
+    what += " (make(start, stop) must return the same inputs for the same passes; see saliency.extending.generator)"
     scale = float(expected.values.abs().max())
     require_same(explanation.values, expected.values, f"values {what}")
     for name in ("error", "agreement", "residual"):
@@ -216,11 +216,11 @@ def several_targets(case: MethodCase) -> None:
 
 @check
 def explained_together(case: MethodCase) -> None:
-    """`explain_together` gives the same results as separate calls, for this method and for other methods."""
+    """`Together` gives the same results as separate calls, for this method and for other methods."""
     model, x = case.model(), images(2)
     method, plain = case.on(model), VanillaGradient(model)
-    before, shared, after = explain_together([plain, method, plain], x, [0, 1])
-    require_same_explanation(shared, case.expected, "explain_together against attribute")
+    before, shared, after = Together(plain, method, plain).attribute(x, [0, 1])
+    require_same_explanation(shared, case.expected, "Together against attribute")
     for explanation in (before, after):
         what = "the plain gradient, explained together with this method"
         require_same_explanation(explanation, plain.attribute(x, [0, 1]), what)

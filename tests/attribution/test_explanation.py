@@ -19,9 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from saliency import METHODS, Explanation, ExplanationError, GuidedBackprop
+from saliency import METHODS, Explanation, GuidedBackprop
 from saliency.attribution.explanation import joined
 from saliency.attribution.options import RunStats
+from saliency.errors import ExplanationError
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.atomic_write import atomic_write
 from saliency.io.geometry import Frame, ImageBox

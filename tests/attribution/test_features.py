@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import Features, ImageError, LayerError, NonFiniteError, NotApplicableError, RenderError, TargetError
+from saliency import Features
+from saliency.errors import ImageError, LayerError, NonFiniteError, NotApplicableError, RenderError, TargetError
 from saliency.testbed import draw_scenes
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
 
@@ -174,14 +175,14 @@ def test_similarities_are_drawn_as_any_explanation() -> None:
 def test_the_figure_has_the_image_and_the_components_of_each_image() -> None:
     model, pictures = saliency.load("shapes_vit"), list(scenes(2))
     found = saliency.features(model, pictures)
-    drawn = [np.asarray(axes.images[0].get_array()) for axes in saliency.draw_features(found, foreground=False).axes]
+    drawn = [np.asarray(axes.images[0].get_array()) for axes in saliency.figure(found, foreground=False).axes]
     assert len(drawn) == 4
     cells = (255 * found.pca(foreground=False)).round().byte().movedim(1, -1)
     for number, picture in enumerate(pictures):
         np.testing.assert_array_equal(drawn[number], np.moveaxis(np.asarray(picture), 0, -1))
         np.testing.assert_array_equal(drawn[2 + number], cells[number].repeat_interleave(8, 0).repeat_interleave(8, 1))
     with pytest.raises(RenderError, match="there is no image to draw on"):
-        saliency.draw_features(saliency.features(model, images(1, (64, 64))))
+        saliency.figure(saliency.features(model, images(1, (64, 64))))
 
 
 def test_wrong_arguments_are_one_error() -> None:

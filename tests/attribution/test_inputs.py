@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import ImageError, MethodError, ModelError, SaliencyWarning, Views
+from saliency import Views
+from saliency.errors import ImageError, LayerError, MethodError, ModelError, NonFiniteError, SaliencyWarning
 from tests.several_inputs import CASES, MultiView, case
 
 captum = pytest.importorskip("captum.attr")
@@ -152,7 +153,7 @@ def test_layers_by_input() -> None:
     layers: dict[str, str | nn.Module] = {"rgb": "rgb_stream.0", "depth": model.get_submodule("depth_stream")}
     result = saliency.GradCAM(model, layers).attribute(inputs, 1)
     assert [own.layer for own in result.values()] == ["rgb_stream.0", "depth_stream"]
-    with pytest.raises(saliency.LayerError, match="does not depend on the explained image"):
+    with pytest.raises(LayerError, match="does not depend on the explained image"):
         saliency.GradCAM(model, "rgb_stream").attribute(inputs, 1)
 
 
@@ -171,7 +172,11 @@ def test_bad_inputs_are_named() -> None:
     for given, error, facts in (
         ({"rgb": inputs["rgb"], "dep": inputs["depth"]}, MethodError, "takes rgb, depth, got a mapping of rgb, dep"),
         ({"rgb": inputs["rgb"], "depth": inputs["depth"][:1].repeat(3, 1, 1, 1)}, ImageError, "2 images; expected 3"),
-        ({"rgb": inputs["rgb"], "depth": inputs["depth"] * torch.nan}, saliency.NonFiniteError, "depth: image 0"),
+        (
+            {"rgb": inputs["rgb"], "depth": inputs["depth"] * torch.nan},
+            NonFiniteError,
+            "depth: image 0",
+        ),
         ({"rgb": "no.png", "depth": inputs["depth"]}, ImageError, "rgb: "),
         ({"rgb": 1, "depth": 2}, ImageError, "no image among the inputs rgb, depth"),
     ):
@@ -272,7 +277,7 @@ def test_a_method_explains_each_image_or_says_why_not(name: str) -> None:
     model, inputs = case("late")
     try:
         result = any_method(name, model).attribute(inputs, 1)
-    except saliency.NotApplicableError:
+    except saliency.errors.NotApplicableError:
         assert saliency.METHODS[name].needs.attention or name in ("cam", "tam")
         return
     assert list(result) == ["rgb", "depth"]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import saliency
-from saliency import METHODS, SaliencyWarning
+from saliency import METHODS
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.passes import MultiPassAttribution, Partial, SampledAttribution, listening
+from saliency.errors import SaliencyWarning
 from saliency.model.call import current_call
 from saliency.testing import images, tiny_model, tiny_model_for
 from saliency.testing.unchanged import Snapshot, with_user_state

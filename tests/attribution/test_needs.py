@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import saliency
-from saliency import METHODS, BatchAttribution, Explanation, MethodError, Needs, explain_together
+from saliency import METHODS, Explanation, Together
 from saliency.attribution.base import TracedAttribution
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.options import RunStats
+from saliency.errors import MethodError
+from saliency.extending import BatchAttribution, Needs
 from saliency.hooks.operations import SavedValues
 from saliency.testing import images, tiny_model, tiny_model_for
 
@@ -62,23 +64,25 @@ def test_the_order_of_methods_changes_no_need() -> None:
     ],
 )
 def test_a_slip_in_the_needs_of_a_method_is_one_sentence(options: Any, read: Any, match: str) -> None:
-    class Slip(saliency.TracedAttribution):
+    class Slip(saliency.extending.TracedAttribution):
         """A method whose needs do not fit; without a name, it stays out of the registry."""
 
-        def explain_gradients(self, grads: saliency.TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        def explain_gradients(
+            self, grads: saliency.extending.TargetGradients, layers: tuple[str, ...]
+        ) -> BatchAttribution:
             return BatchAttribution(read(grads), grads.scores)
 
     def explain() -> None:
         Slip.needs = Needs(**options)
         Slip(tiny_model()).attribute(images(2), 1)
 
-    with pytest.raises((MethodError, saliency.LayerError), match=match):
+    with pytest.raises((MethodError, saliency.errors.LayerError), match=match):
         explain()
 
 
 def test_needs_of_another_type_are_refused_where_the_class_is_written() -> None:
-    with pytest.raises(TypeError, match=r"Wrong.needs is not a saliency.Needs, got 'layers'"):
-        type("Wrong", (saliency.TracedAttribution,), {"needs": "layers"})
+    with pytest.raises(TypeError, match=r"Wrong.needs is not a saliency.extending.Needs, got 'layers'"):
+        type("Wrong", (saliency.extending.TracedAttribution,), {"needs": "layers"})
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -113,20 +117,22 @@ def test_a_cam_without_gradients_lets_the_other_method_free_the_graph(monkeypatc
 
     monkeypatch.setattr(SharedForward, "count_backward", counted)
     model = tiny_model()
-    explain_together([saliency.EigenCAM(model), saliency.GradCAM(model)], images(1), 1)
+    Together(saliency.EigenCAM(model), saliency.GradCAM(model)).attribute(images(1), 1)
     assert frees == [True]
 
 
 def test_facts_of_a_result_stand_once_and_all_reach_the_explanation() -> None:
     assert not set(Explanation.__annotations__) & {field.name for field in fields(BatchAttribution)}
 
-    class Complete(saliency.TracedAttribution):
+    class Complete(saliency.extending.TracedAttribution):
         """A method that states every fact; without a name, it stays out of the registry."""
 
         needs = Needs("none", backwards=0)
         stated: ClassVar[BatchAttribution]
 
-        def explain_gradients(self, grads: saliency.TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
+        def explain_gradients(
+            self, grads: saliency.extending.TargetGradients, layers: tuple[str, ...]
+        ) -> BatchAttribution:
             rows, maps = torch.arange(2.0), torch.ones(2, 1, 4, 4)
             type(self).stated = BatchAttribution(
                 maps,

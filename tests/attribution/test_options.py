@@ -20,9 +20,9 @@ from torch import nn
 
 import saliency
 import saliency.testing
-from saliency import METHODS, MethodError, SaliencyError
+from saliency import METHODS
 from saliency.attribution.options import Option
-from saliency.errors import RenderError, SaliencyWarning
+from saliency.errors import MethodError, RenderError, SaliencyError, SaliencyWarning
 from saliency.validation import check_choice, check_integer, check_number, is_integer
 from tests.models import PooledNet, small_vit
 
@@ -233,7 +233,7 @@ def test_a_whole_image_that_the_model_does_not_take_is_an_error_with_its_size() 
     model: Any = small_vit(size=16)
     model.preprocess = saliency.Preprocess(size=(16, 16), resize=20)
     assert saliency.VanillaGradient(model, whole=True).attribute(PHOTO, 1).values.shape == (1, 3, 16, 16)
-    with pytest.raises(saliency.ModelError, match="1x3x20x40"):
+    with pytest.raises(saliency.errors.ModelError, match="1x3x20x40"):
         saliency.VanillaGradient(model, whole="aspect").attribute(PHOTO, 1)
     with pytest.raises(MethodError, match="whole='no' is not one of False, True, 'aspect'"):
         saliency.VanillaGradient(model, whole="no")  # type: ignore[arg-type]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, SaliencyWarning, TargetError
+from saliency import METHODS
 from saliency.attribution.questions import cached_serial_reason, output_rows
+from saliency.errors import SaliencyWarning, TargetError
 from saliency.testing import tiny_model
 from tests.models import Packed
 
@@ -118,7 +119,7 @@ def test_a_norm_that_is_swapped_is_seen_in_the_next_call() -> None:
 
 def test_a_black_image_does_not_hide_that_images_affect_each_other() -> None:
     model = batch_coupled()
-    with pytest.warns(saliency.SaliencyWarning, match="the rise map for class 1 is 0 everywhere"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="the rise map for class 1 is 0 everywhere"):
         saliency.RISE(model, passes=8, chunk=4).attribute(torch.zeros(SHAPE), 1)
     found = saliency.RISE(model, passes=8, chunk=4).attribute(one_image(), 1)
     assert torch.equal(found.values, saliency.RISE(model, passes=8, chunk=1).attribute(one_image(), 1).values)
@@ -195,7 +196,9 @@ def test_a_map_that_is_lost_to_saturation_says_how_to_get_it(end: nn.Module) -> 
     last.bias.data[1] += 40
     model, x = nn.Sequential(logits, end), torch.randn(2, 3, 8, 8)
     method, is_logit = saliency.VanillaGradient(model), isinstance(end, nn.Identity)
-    with pytest.warns(saliency.SaliencyWarning, match=r"vanishes near 0 and 1; .* saliency\.neuron\(NAME, CLASS\)"):
+    with pytest.warns(
+        saliency.errors.SaliencyWarning, match=r"vanishes near 0 and 1; .* saliency\.neuron\(NAME, CLASS\)"
+    ):
         explanation = method.attribute(x, saliency.probability(1) if is_logit else 1)
     assert all("saliency.neuron" in note for note in explanation.notes)
     cured = method.attribute(x, saliency.neuron("0.3", 1))
@@ -206,5 +209,5 @@ def test_a_map_of_zeros_of_an_unsure_model_is_not_said_to_be_saturated() -> None
     last = nn.Linear(2 * 36, 3)
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), last, nn.Sigmoid())
     nn.init.zeros_(last.weight)
-    with pytest.warns(saliency.SaliencyWarning, match="0 everywhere$"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="0 everywhere$"):
         saliency.VanillaGradient(model).attribute(torch.randn(1, 3, 8, 8), 1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import METHODS, MethodError, TargetError, contrast, probability, region, value
+from saliency import METHODS, contrast, probability, region, value
 from saliency.attribution import passes as passes_module
 from saliency.attribution.estimates import Estimate, generator
 from saliency.attribution.options import Option
@@ -32,7 +32,7 @@ from saliency.attribution.passes import (
     listening,
 )
 from saliency.attribution.questions import CallImages, Questions
-from saliency.errors import SaliencyWarning
+from saliency.errors import MethodError, SaliencyWarning, TargetError
 from saliency.model.call import is_out_of_memory, prepared_for_attribution
 from saliency.targets.question import Images
 from saliency.testing import images, tiny_model, tiny_model_for

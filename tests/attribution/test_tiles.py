@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, ImageError, MethodError, NotApplicableError, NotFoundError, Preprocess, TargetError, Tiled
-from saliency.errors import warn
+from saliency import METHODS, Preprocess, Tiled
+from saliency.errors import ImageError, MethodError, NotApplicableError, NotFoundError, TargetError, warn
 from saliency.metrics import measure
 from tests.models import OwnForward, PooledNet
 

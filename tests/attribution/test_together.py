@@ -19,13 +19,12 @@ from saliency import (
     GuidedGradCAM,
     HiResCAM,
     LayerCAM,
-    MethodError,
     RectGrad,
-    TargetError,
+    Together,
     VanillaGradient,
     XGradCAM,
-    explain_together,
 )
+from saliency.errors import MethodError, TargetError
 
 
 class Net(nn.Module):
@@ -76,7 +75,7 @@ def test_methods_that_share_a_forward_may_have_scores_of_their_own() -> None:
     x = torch.randn(2, 3, 8, 8)
     methods = [saliency.FinerCAM(model), saliency.AttnLRP(model)]
     alone = [method.attribute(x, 1) for method in methods]
-    for found, expected in zip(explain_together(methods, x, 1), alone, strict=True):
+    for found, expected in zip(Together(*methods).attribute(x, 1), alone, strict=True):
         assert_same(found, expected)
 
 
@@ -100,7 +99,7 @@ def assert_same(found: Explanation, alone: Explanation) -> None:
 
 def test_any_number_of_cams_on_one_layer_take_one_forward_and_one_backward(model: Net, x: Tensor) -> None:
     methods = gradient_cams(model)
-    found = explain_together(methods, x, [2, 5])
+    found = Together(*methods).attribute(x, [2, 5])
     assert passes(model) == (1, 1)
     for method, together in zip(methods, found, strict=True):
         assert_same(together, method.attribute(x, [2, 5]))
@@ -109,14 +108,14 @@ def test_any_number_of_cams_on_one_layer_take_one_forward_and_one_backward(model
 
 def test_cams_of_several_layers_take_one_backward_too(model: Net, x: Tensor) -> None:
     methods = [GradCAM(model, "first"), GradCAM(model, "second"), FusedCAM(model, ["first", "second"])]
-    found = explain_together(methods, x, 1)
+    found = Together(*methods).attribute(x, 1)
     assert passes(model) == (1, 1)
     for method, together in zip(methods, found, strict=True):
         assert_same(together, method.attribute(x, 1))
 
 
 def test_eigen_cam_alone_takes_no_backward(model: Net, x: Tensor) -> None:
-    explain_together([EigenCAM(model, "second")], x, 1)
+    Together(EigenCAM(model, "second")).attribute(x, 1)
     assert passes(model) == (1, 0)
 
 
@@ -129,7 +128,7 @@ def test_every_method_shares_the_forward_and_gives_what_it_gives_alone(model: Ne
         GuidedGradCAM(model, "second"),
         *gradient_cams(model),
     ]
-    found = explain_together(methods, x)
+    found = Together(*methods).attribute(x)
     assert passes(model)[0] == 1
     for method, together in zip(methods, found, strict=True):
         assert_same(together, method.attribute(x))
@@ -137,16 +136,16 @@ def test_every_method_shares_the_forward_and_gives_what_it_gives_alone(model: Ne
 
 def test_a_layer_that_is_found_by_itself_is_shared_too(model: Net, x: Tensor) -> None:
     methods = [GradCAM(model), HiResCAM(model)]
-    found = explain_together(methods, x, 1)
+    found = Together(*methods).attribute(x, 1)
     assert [each.layer for each in found] == ["second", "second"]
     passes(model)
-    explain_together(methods, x, 1)
+    Together(*methods).attribute(x, 1)
     assert passes(model) == (1, 1), "the survey is remembered"
 
 
 def test_the_same_method_twice_gives_two_explanations(model: Net, x: Tensor) -> None:
     once = GradCAM(model, "second")
-    found = explain_together([once, once], x, 1)
+    found = Together(once, once).attribute(x, 1)
     assert torch.equal(found[0].values, found[1].values)
 
 
@@ -163,7 +162,7 @@ def test_a_method_that_traces_nothing_takes_part(model: Net, x: Tensor) -> None:
                 scores = target(self.model(x))
             return BatchAttribution(scores[:, None, None, None].expand(-1, 1, 4, 4), scores)
 
-    found = explain_together([Constant(model), GradCAM(model, "second")], x)
+    found = Together(Constant(model), GradCAM(model, "second")).attribute(x)
     assert [each.method for each in found] == ["Constant", "grad_cam"]
     assert found[0].target == found[1].target
     assert torch.allclose(found[0].scores, found[1].scores)
@@ -171,9 +170,10 @@ def test_a_method_that_traces_nothing_takes_part(model: Net, x: Tensor) -> None:
 
 def test_methods_of_different_models_are_refused(model: Net, x: Tensor) -> None:
     with pytest.raises(MethodError, match="same model"):
-        explain_together([GradCAM(model), GradCAM(Net())], x)
-    with pytest.raises(MethodError):
-        explain_together([], x)
+        Together(GradCAM(model), GradCAM(Net())).attribute(x)
+    for methods in ([], [GradCAM], [[GradCAM(model)]]):
+        with pytest.raises(MethodError, match=r"expected methods, such as Together\(GradCAM\(model\), LayerCAM"):
+            Together(*methods)
 
 
 # Several classes.

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 import saliency
-from saliency import BatchAttribution, GradCAM, ImageError, LayerError, TargetError, overlay
+from saliency import GradCAM, overlay
 from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, batch, engines
 from saliency.batch.drawing import ImageResults
 from saliency.batch.engines import LocalEngine, Mapper
@@ -29,6 +29,8 @@ from saliency.batch.network import Network, replicate
 from saliency.batch.options import NetworkOptions, OutputOptions
 from saliency.batch.plan import Plan, Slot
 from saliency.batch.report import report
+from saliency.errors import ImageError, LayerError, TargetError
+from saliency.extending import BatchAttribution
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.preprocess import Preprocess
 from tests.batchwork import WHITE, Tiny, assert_same, contents, kinds, noise, photos, plain, quick, rows
@@ -376,7 +378,7 @@ def test_an_added_method_has_options_of_its_own(source: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     quick(source, out, layer="features.0")
     for layer in ("features.9", "head"):  # a mistake can be mended
-        with pytest.raises(saliency.SaliencyError, match=layer):
+        with pytest.raises(saliency.errors.SaliencyError, match=layer):
             quick(source, out, methods=["layer_cam"], layer=layer)
     quick(source, out, methods=["layer_cam", "rectgrad"], layer="features.1", options={"percentile": 50})
     layers = {row["method"]: row["layer"] for row in rows(out)}
@@ -723,7 +725,7 @@ def test_a_second_ctrl_c_does_not_wait_and_keeps_reported_images(source: Path, t
 def test_invalid_options_are_refused_before_anything_is_written(
     source: Path, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(saliency.SaliencyError, match=reason):
+    with pytest.raises(saliency.errors.SaliencyError, match=reason):
         quick(
             source,
             tmp_path / "out",

@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saliency import Explanation, GradCAM, ImageError
+from saliency import Explanation, GradCAM
 from saliency.batch import BatchError, Progress, StoppedError
 from saliency.batch.drawing import write_file
 from saliency.batch.listing import ImageEntry, with_names
@@ -37,6 +37,7 @@ from saliency.batch.network import LoadedImage, Network, trust_card
 from saliency.batch.options import NetworkOptions
 from saliency.batch.plan import Slot
 from saliency.batch.sources import find_images
+from saliency.errors import ImageError
 from tests.batchwork import (
     BLACK,
     WHITE,

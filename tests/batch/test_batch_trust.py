@@ -36,7 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def broken(*arguments: Any, **options: Any) -> Any:
-    raise saliency.MethodError("a card is too much to ask")
+    raise saliency.errors.MethodError("a card is too much to ask")
 
 
 def test_each_overlay_has_a_card_and_its_row_the_verdicts(tmp_path: Path) -> None:

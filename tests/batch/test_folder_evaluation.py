@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency import GradCAM, LayerCAM, SaliencyError, compare, evaluate
+from saliency import GradCAM, LayerCAM, compare, evaluate
 from saliency.batch import Progress, StoppedError
+from saliency.errors import SaliencyError
 from saliency.metrics import Deletion
 from tests.batchwork import Tiny, photos, plain
 

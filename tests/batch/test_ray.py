@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from saliency import DependencyError
 from saliency.batch import BatchError, Progress, StoppedError, batch, engines
 from saliency.batch.drawing import ExplainMapper
 from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
@@ -33,6 +32,7 @@ from saliency.batch.run import execute
 from saliency.batch.sources import find_images
 from saliency.batch.store import LOCK, ManifestStore, locked
 from saliency.cli import main
+from saliency.errors import DependencyError
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows
 
 # Ray builds its settings by way of names that it has deprecated itself.

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from saliency import DependencyError
 from saliency.batch import BatchError
 from saliency.batch.folder_evaluation import evaluate
 from saliency.batch.sources import find_images
+from saliency.errors import DependencyError
 from tests.batchwork import Tiny, contents, photos, quick, rows
 
 fsspec: Any = pytest.importorskip("fsspec")

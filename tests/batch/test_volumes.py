@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import ImageError
 from saliency.batch import BatchError, batch
 from saliency.cli import main
+from saliency.errors import ImageError
 from saliency.io.volumes import read_volume
 from tests.batchwork import assert_same, noise, rows
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from PIL import Image
 import saliency
 from saliency import Preprocess, batch, cli, zoo
 from saliency._version import __version__
-from saliency.attribution.base import explain_together
+from saliency.attribution.base import Together
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.heatmap import SIGNS
 from saliency.batch.drawing import write_file
@@ -376,13 +376,14 @@ def test_an_error_in_the_model_costs_only_its_photo(
 ) -> None:
     batches: list[torch.Tensor] = []
 
-    def fragile(methods: Sequence[Any], batch: torch.Tensor, target: Any) -> list[saliency.Explanation]:
-        batches.append(batch)
-        if len(batches) <= 2:
-            raise RuntimeError("out of memory\nfor 3 reasons")
-        return explain_together(methods, batch, target)
+    class Fragile(Together):
+        def attribute(self, inputs: Any, target: Any = None, **options: Any) -> list[saliency.Explanation]:
+            batches.append(inputs)
+            if len(batches) <= 2:
+                raise RuntimeError("out of memory\nfor 3 reasons")
+            return super().attribute(inputs, target, **options)
 
-    monkeypatch.setattr("saliency.batch.network.explain_together", fragile)
+    monkeypatch.setattr("saliency.batch.network.Together", Fragile)
     answer = explain(run, tmp_path, *PHOTOS)
     assert answer.code == 1
     assert names(tmp_path) == ["chelsea.grad_cam.png", "coffee.grad_cam.png", "rocket.grad_cam.png"]

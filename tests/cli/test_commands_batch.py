@@ -173,7 +173,7 @@ def test_all_methods_are_every_method_and_one_that_does_not_apply_is_no_failure(
     ],
 )
 def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path, words: list[str], reason: str) -> None:
-    with pytest.raises(saliency.SaliencyError, match=reason):
+    with pytest.raises(saliency.errors.SaliencyError, match=reason):
         run(source, "--out", tmp_path / "out", *words)
 
 

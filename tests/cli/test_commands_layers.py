@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from saliency import ModelError
 from saliency.cli import lists as inspecting
 from saliency.cli import main
+from saliency.errors import ModelError
 from tests.cli.test_console import under_terminal
 from tests.commandline import COFFEE, loaded, share_models
 

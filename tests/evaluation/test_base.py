@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import InputXGradient, MethodError, VanillaGradient, metrics
+from saliency import InputXGradient, VanillaGradient, metrics
+from saliency.errors import MethodError
 from saliency.evaluation.metrics.base import RANDOM_CONTROLS, SPREAD, control_maps, edges
 from saliency.evaluation.metrics.faithfulness import ABPC, Deletion, FaithfulnessCorrelation, Infidelity
 from saliency.metrics import METRICS, Control, measure

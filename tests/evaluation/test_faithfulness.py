@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import Explanation, InputXGradient, IntegratedGradients, MethodError, PerImage
+from saliency import Explanation, InputXGradient, IntegratedGradients, PerImage
 from saliency.attribution import passes
+from saliency.errors import MethodError
 from saliency.evaluation.metrics.base import Metric
 from saliency.evaluation.metrics.faithfulness import (
     ABPC,

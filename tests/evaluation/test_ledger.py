@@ -12,8 +12,9 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from saliency import Explanation, RenderError, draw_ledger, ledger_table
+from saliency import Explanation, figure, ledger_table
 from saliency.attribution.explanation import joined
+from saliency.errors import RenderError
 from saliency.hooks.rectifiers import Coverage
 from saliency.render.measurements import NEGATIVE, POSITIVE, SCORE
 from tests.drawing import explained
@@ -76,14 +77,13 @@ def test_a_score_of_zero_has_no_percentages() -> None:
 
 
 def test_an_explanation_without_a_ledger_is_refused_with_its_method() -> None:
-    for call in (ledger_table, draw_ledger):
-        with pytest.raises(RenderError, match=r"by grad_cam has no ledger"):
-            call([with_ledger(), explained(torch.zeros(1, 2, 2), None, method="grad_cam")])
+    with pytest.raises(RenderError, match=r"by grad_cam has no ledger"):
+        ledger_table([with_ledger(), explained(torch.zeros(1, 2, 2), None, method="grad_cam")])
 
 
 def bars(explanations: Explanation | list[Explanation]) -> list[tuple[str, float, float]]:
     """The colour, start and end of every bar of a drawing, in score units."""
-    drawing = draw_ledger(explanations)
+    drawing = figure(ledger_table(explanations))
     drawing.savefig(io.BytesIO())  # draws without a warning
     assert len({axes.get_xlim() for axes in drawing.axes}) == 1
     return [
@@ -111,7 +111,7 @@ def test_a_negative_score_goes_to_the_left_of_zero() -> None:
 
 
 def test_rows_are_labelled_with_names_shares_and_percentages() -> None:
-    (axes,) = draw_ledger(with_ledger()).axes
+    (axes,) = figure(ledger_table(with_ledger())).axes
     labels = [label.get_text().split() for label in axes.get_yticklabels()]
     assert labels[1] == ["biases", "-3.00", "-66.7", "%"]
     assert labels[-1] == ["score", "4.50", "100.0", "%"]
@@ -121,12 +121,15 @@ def test_rows_are_labelled_with_names_shares_and_percentages() -> None:
 def test_several_images_are_drawn_on_one_scale_below_each_other() -> None:
     several = [with_ledger((4.0, 4.0, 4.0), 4.0), with_ledger((2.0, 2.0, 2.0), 2.0, name="dog")]
     assert [round(right - left, 6) for _, left, right in bars(several)] == [4, 4, 4, 4, 16, 2, 2, 2, 2, 8]
-    assert [axes.get_title(loc="left") for axes in draw_ledger(several).axes] == ["made_up: cat", "made_up: dog"]
+    assert [axes.get_title(loc="left") for axes in figure(ledger_table(several)).axes] == [
+        "made_up: cat",
+        "made_up: dog",
+    ]
 
 
 @pytest.mark.parametrize("name", ["a name " * 99, "$5 or $6", "Ελλάδα", "ℊ"])  # the last one is not in DejaVu Sans
 def test_any_name_of_a_target_fits(name: str) -> None:
-    drawing = draw_ledger(with_ledger(name=name))
+    drawing = figure(ledger_table(with_ledger(name=name)))
     drawing.savefig(io.BytesIO())  # draws without a warning
     title = drawing.axes[0].get_title(loc="left")
     assert len(title) <= 80

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saliency import MethodError
+from saliency.errors import MethodError
 from saliency.evaluation.metrics.map_metrics import (
     IoU,
     LocalisationMetric,

@@ -15,16 +15,14 @@ from saliency import (
     GuidedBackprop,
     InputXGradient,
     IntegratedGradients,
-    LayerError,
-    MethodError,
     SmoothGrad,
-    TargetError,
     VanillaGradient,
     value,
 )
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
+from saliency.errors import LayerError, MethodError, TargetError
 from saliency.evaluation.metrics.method_metrics import MPRT, layers_from_the_top, randomise, restore
 from saliency.metrics import METRICS, Measurement, measure
 from saliency.testing import Snapshot, images, tiny_model

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import Attribution, Explanation, GradCAM, MethodError, TargetError, VanillaGradient
+from saliency import Attribution, Explanation, GradCAM, VanillaGradient
+from saliency.errors import MethodError, TargetError
 from saliency.evaluation.metrics.base import Subject
 from saliency.evaluation.metrics.method_metrics import RandomLogit
 from saliency.evaluation.metrics.road import ROAD

@@ -14,10 +14,11 @@ from matplotlib.text import Text
 from torch import Tensor, nn
 
 import saliency
-from saliency import InputXGradient, MethodError, VanillaGradient
+from saliency import InputXGradient, VanillaGradient
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
+from saliency.errors import MethodError
 from saliency.evaluation.metrics.map_metrics import RankCorrelation
 from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, property_of, trust
 from saliency.io.atomic_write import is_drawing
@@ -97,10 +98,10 @@ def test_a_short_time_draws_fewer_samples(card: TrustCard) -> None:
     assert "not measured" not in card.summary
     for name in ("mprt", "random_logit", "noise_margin"):
         with pytest.raises(
-            saliency.LayerError, match=f'"{name}" was not measured.* fit into seconds=1e-06; leave it out'
+            saliency.errors.LayerError, match=f'"{name}" was not measured.* fit into seconds=1e-06; leave it out'
         ):
             short[name]
-    with pytest.raises(saliency.LayerError, match='no row "random_bxo" in this table of 5'):
+    with pytest.raises(saliency.errors.LayerError, match='no row "random_bxo" in this table of 5'):
         short["random_bxo"]
     few, usual = (sum(each.passes for each in one.measurements.values()) for one in (short, card))
     assert few < 0.6 * usual
@@ -159,7 +160,7 @@ def test_the_card_draws_each_property_on_an_axis() -> None:
     photo = saliency.testbed.draw_scenes(1, seed=3).images[0].permute(1, 2, 0).numpy()
     method = VanillaGradient(model)
     card = trust(method, photo)
-    drawing = saliency.draw_trust(card)
+    drawing = saliency.figure(card)
     (title,) = [each for each in drawing.findobj(Text) if each.get_text() == card.title]
     assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + len(card)

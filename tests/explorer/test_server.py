@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 import pytest
 
-from saliency import SaliencyError
 from saliency.batch.options import NetworkOptions
 from saliency.cli import main
+from saliency.errors import SaliencyError
 from saliency.explorer import server as module
 from saliency.explorer import server as serve_module
 from saliency.explorer.server import Explorer

@@ -16,9 +16,10 @@ from PIL import Image
 from torch import nn
 
 import saliency
-from saliency import METHODS, MethodError, ModelError, TargetError
+from saliency import METHODS
 from saliency.attribution.passes import TimedAttribution
 from saliency.batch.options import NetworkOptions
+from saliency.errors import MethodError, ModelError, TargetError
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, read_target
 from saliency.render.scaling import scale_map

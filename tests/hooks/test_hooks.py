@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerError, ModelError, TargetError
+from saliency import GradCAM, GuidedBackprop, GuidedGradCAM, HiResCAM
 from saliency.attribution.forward import Needs, RecordedFrom, SharedForward, TargetGradients
+from saliency.errors import LayerError, ModelError, TargetError
 from saliency.hooks.manager import HookManager
 from saliency.model.call import prepared_for_attribution
 from tests.models import Checkpointed, OwnForward, Packed

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from saliency import ImageError, Preprocess
+from saliency import Preprocess
+from saliency.errors import ImageError
 from saliency.inspection.arguments import ModelCall, model_call, model_calls
 
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 9, 3), dtype=np.uint8))

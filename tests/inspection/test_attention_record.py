@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import LayerError, NotApplicableError, TargetError
+from saliency.errors import LayerError, NotApplicableError, TargetError
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
 from tests.models import Checkpointed
 
@@ -249,7 +249,7 @@ def test_layers_whose_attention_is_not_read_are_counted() -> None:
     model = (
         pytest.importorskip("timm").create_model("cait_xxs24_224", img_size=32, embed_dim=48, depth=3).eval()
     )  # talking heads
-    with pytest.warns(saliency.SaliencyWarning, match=r'2 of 5 layers; .* "blocks.0.attn" \(TalkingHeadAttn\)'):
+    with pytest.warns(saliency.errors.SaliencyWarning, match=r'2 of 5 layers; .* "blocks.0.attn" \(TalkingHeadAttn\)'):
         assert len(saliency.attention(model, torch.randn(1, 3, 32, 32))) == 2
 
 
@@ -434,10 +434,10 @@ def test_maps_without_a_grid_or_a_query_at_a_point_are_refused() -> None:
 def test_the_figure_has_a_row_per_layer_and_a_column_per_head() -> None:
     model, image = saliency.load("shapes_vit"), saliency.testbed.draw_scenes(1, seed=1_000_000).images[0]
     layers = saliency.attention(model, image)
-    drawing = saliency.draw_attention(layers[2:], (20, 30))
+    drawing = saliency.figure(layers[2:], query=(20, 30))
     titles = [axes.get_title() for axes in drawing.axes]
     maps = [(head, values) for layer in layers[2:] for head, values in enumerate(layer.maps((20, 30))[0])]
     assert titles == [f"head {head}\nmax {float(values.max()):.2g}" for head, values in maps]
     assert drawing.axes[0].texts[0].get_text() == "blocks.2.attn"
-    with pytest.raises(saliency.RenderError, match="nothing to draw"):
-        saliency.draw_attention([])
+    with pytest.raises(saliency.errors.RenderError, match="got no explanation"):
+        saliency.figure([])

@@ -621,7 +621,7 @@ def test_edited_activations_are_explained() -> None:
     model, x = Plain().eval(), images(grad=False)
     with edit_activations(model, "conv", zeroed(1, 3)) as editing:
         explanation = saliency.HiResCAM(model, "conv").attribute(x, 2)
-        with pytest.warns(saliency.SaliencyWarning, match="sign"):
+        with pytest.warns(saliency.errors.SaliencyWarning, match="sign"):
             eigen = saliency.EigenCAM(model, "conv").attribute(x, 2)
     edited = Plain().eval()
     edited.load_state_dict(model.state_dict())
@@ -629,7 +629,7 @@ def test_edited_activations_are_explained() -> None:
         for parameter in edited.conv.parameters():
             parameter[[1, 3]] = 0
     assert torch.equal(explanation.values, saliency.HiResCAM(edited, "conv").attribute(x, 2).values)
-    with pytest.warns(saliency.SaliencyWarning, match="sign"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="sign"):
         assert torch.equal(eigen.values, saliency.EigenCAM(edited, "conv").attribute(x, 2).values)
     assert editing.edits["conv"] >= 2
 

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import GradCAM, LayerError, MethodError, NotApplicableError
+from saliency import GradCAM
+from saliency.errors import LayerError, MethodError, NotApplicableError
 from saliency.hooks.pytree import tree_tensors
 from saliency.inspection import ModuleCall, Recording, TensorStatistics
 from saliency.inspection.record import record

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import saliency
-from saliency import ImageError, LayerError, MethodError, ModelError
+from saliency.errors import ImageError, LayerError, MethodError, ModelError
 from saliency.inspection import edit_activations
 from saliency.inspection.layer_table import layer_table
 from saliency.inspection.record import record

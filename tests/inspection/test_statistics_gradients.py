@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import ImageError, LayerError, ModelError, NotApplicableError, TargetError
+from saliency.errors import ImageError, LayerError, ModelError, NotApplicableError, TargetError
 from saliency.inspection import edit_gradients
 from saliency.inspection.record import record
 from saliency.inspection.statistics import (
@@ -231,7 +231,7 @@ def test_parameters_have_the_gradient_of_the_mean_loss_over_all_images(cuts: lis
     assert not before.changes()
     assert str(found).splitlines()[2].split()[:3] == ["parameter", "kind", "norm"]
     assert "at the parameters of" in found.title
-    assert saliency.gradient_flow(found).axes[0].get_xlabel() == "parameters, from the input to the output"
+    assert saliency.figure(found).axes[0].get_xlabel() == "parameters, from the input to the output"
 
 
 def test_parameters_are_those_of_the_selected_layers_and_the_frozen_ones_have_none() -> None:
@@ -248,7 +248,7 @@ def test_parameters_are_those_of_the_selected_layers_and_the_frozen_ones_have_no
     assert gradient_statistics(model, photos(), 2, of="parameters", layers="0")[0].name == "0.0.weight"
     with pytest.raises(LayerError, match="the selected layers of Sequential have no parameters"):
         gradient_statistics(model, photos(), 2, of="parameters", layers=nn.Tanh)
-    with pytest.raises(saliency.MethodError, match="of='weights' is not one of 'layers', 'parameters'"):
+    with pytest.raises(saliency.errors.MethodError, match="of='weights' is not one of 'layers', 'parameters'"):
         gradient_statistics(model, photos(), 2, of="weights")  # type: ignore[arg-type]
 
 

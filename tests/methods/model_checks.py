@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from saliency import Attribution, NotApplicableError, SaliencyWarning
+from saliency import Attribution
 from saliency.attribution.explanation import Explanation
+from saliency.errors import NotApplicableError, SaliencyWarning
 from saliency.testing import Snapshot, images, tiny_model_for
 from saliency.testing.case import MethodCase, require, require_same, require_same_explanation
 from saliency.testing.checks import run_in_threads

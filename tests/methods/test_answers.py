@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import saliency
-from saliency import METHODS, LayerError, NotApplicableError
+from saliency import METHODS
+from saliency.errors import LayerError, NotApplicableError
 from saliency.testbed import CaptionProcessor
 from tests.vision_language import answered, build, scene
 
@@ -245,7 +246,7 @@ def test_the_figure_has_a_panel_for_each_word_and_a_table_of_shares() -> None:
     answer = captioned("a red circle")
     model, red = answer.model, saliency.AttnLRP(answer.model).attribute(answer, saliency.words("red"))
     assert red.image_share is not None
-    drawing = saliency.draw_answer(answer, saliency.AttnLRP(model))
+    drawing = saliency.word_sheet(answer, saliency.AttnLRP(model))
     titles = [axes.get_title() for axes in drawing.axes]
     assert [title.split()[0] for title in titles[:4]] == ["image", "a", "red", "circle"]
     assert [label.get_text() for label in drawing.axes[-1].get_yticklabels()] == ["a", "red", "circle"]
@@ -254,5 +255,5 @@ def test_the_figure_has_a_panel_for_each_word_and_a_table_of_shares() -> None:
     raising, lowering = shares[1, :2]
     assert raising > 0 > lowering
     assert raising - lowering == pytest.approx(float(red.image_share[0]), rel=1e-3)
-    without = saliency.draw_answer(answer, saliency.CheferAttention(model), columns=2)
+    without = saliency.word_sheet(answer, saliency.CheferAttention(model), columns=2)
     assert len(without.axes) == 4

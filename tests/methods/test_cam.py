@@ -26,15 +26,12 @@ from saliency import (
     GradCAMPlusPlus,
     HiResCAM,
     LayerCAM,
-    LayerError,
-    MethodError,
-    NotApplicableError,
-    SaliencyWarning,
     XGradCAM,
     probability,
     value,
 )
 from saliency.attribution.options import declared_options
+from saliency.errors import LayerError, MethodError, NotApplicableError, SaliencyWarning
 from saliency.methods.cam import LayerCombination, principal_map
 from saliency.testing import images, tiny_model, tiny_transformer
 from saliency.testing.case import tiny_model_for
@@ -502,7 +499,7 @@ class InParts(nn.Module):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 def test_a_model_that_runs_a_batch_in_parts_gets_a_map_for_each_image_or_an_error(name: str) -> None:
     method, targets = METHODS[name], [0, 1, 2, 0]
     inner = tiny_model_for(method)()

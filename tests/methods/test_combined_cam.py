@@ -16,20 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
-from saliency import (
-    FusedCAM,
-    GradCAM,
-    GradCAMPlusPlus,
-    GuidedBackprop,
-    GuidedGradCAM,
-    HiResCAM,
-    LayerCAM,
-    LayerError,
-    MethodError,
-    NotApplicableError,
-    XGradCAM,
-)
+from saliency import FusedCAM, GradCAM, GradCAMPlusPlus, GuidedBackprop, GuidedGradCAM, HiResCAM, LayerCAM, XGradCAM
 from saliency.attribution.estimates import generator
+from saliency.errors import LayerError, MethodError, NotApplicableError
 from saliency.methods.cam import LayerAttribution
 from saliency.methods.combined_cam import FinerCAM, RefineCAM, ShapleyCAM, SmoothGradCAMPlusPlus
 from saliency.testing import tiny_model
@@ -387,9 +376,9 @@ def test_without_noise_it_is_grad_cam_plus_plus() -> None:
     model = tiny_model().double()
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     found = SmoothGradCAMPlusPlus(model, "last", noise=0.0, passes=3)
-    with pytest.warns(saliency.SaliencyWarning, match="are signed"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="are signed"):
         values = found.attribute(x, [0, 1]).values
-    with pytest.warns(saliency.SaliencyWarning, match="are signed"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="are signed"):
         expected = GradCAMPlusPlus(model, "last").attribute(x, [0, 1]).values
     assert torch.allclose(values, expected)
 
@@ -430,7 +419,7 @@ def test_the_jackknife_knows_how_much_the_map_varies() -> None:
     maps, errors = [], []
     for seed in range(30):
         found = SmoothGradCAMPlusPlus(model, "norm", passes=50, seed=seed, chunk=16, noise=0.3)
-        with pytest.warns(saliency.SaliencyWarning):
+        with pytest.warns(saliency.errors.SaliencyWarning):
             made = found.attribute(x, 1)
         assert made.error is not None
         maps.append(made.values)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import AttentionRollout, CheferAttention, CheferLRP, NotApplicableError
+from saliency import AttentionRollout, CheferAttention, CheferLRP
+from saliency.errors import NotApplicableError
 from saliency.testing import images
 
 X = images(2)  # 16 patches

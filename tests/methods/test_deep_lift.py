@@ -14,19 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import (
-    LRP,
-    DeepLIFT,
-    DeepSHAP,
-    MethodError,
-    NonFiniteError,
-    NotApplicableError,
-    PerImage,
-    SaliencyWarning,
-    VanillaGradient,
-    explain_together,
-)
+from saliency import LRP, DeepLIFT, DeepSHAP, PerImage, Together, VanillaGradient
 from saliency.attribution.forward import Needs, SharedForward
+from saliency.errors import MethodError, NonFiniteError, NotApplicableError, SaliencyWarning
 from saliency.hooks.autograd_graph import nodes_between, saved
 from saliency.hooks.operations import SavedValues
 from saliency.testing.case import images, tiny_model
@@ -182,7 +172,7 @@ def test_classes_share_both_forwards() -> None:
 def test_methods_that_share_the_forward_change_nothing() -> None:
     model, x = small_vgg().eval(), images(2, (32, 32))
     methods = [DeepSHAP(model, passes=2), VanillaGradient(model), DeepLIFT(model), LRP(model)]
-    for found in (explain_together(methods, x, 1), explain_together(methods[::-1], x, 1)[::-1]):
+    for found in (Together(*methods).attribute(x, 1), Together(*methods[::-1]).attribute(x, 1)[::-1]):
         for explanation, method in zip(found, methods, strict=True):
             torch.testing.assert_close(explanation.values, method.attribute(x, 1).values)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import MethodError, TargetError
+from saliency.errors import MethodError, TargetError
 from saliency.methods.extremal_perturbation import (
     ExtremalPerturbation,
     adam_step,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import SaliencyWarning, TargetError
+from saliency.errors import SaliencyWarning, TargetError
 from saliency.methods.full_grad import FullGrad
 from tests.models import OwnForward, small_vit, torchvision_models
 
@@ -265,5 +265,5 @@ def test_a_model_in_vmap_or_frozen_warns() -> None:
     torch.testing.assert_close(saliency.FullGrad(scripted).attribute(x, 1).values, usual)
     mapped = OwnForward(lambda m, x: torch.vmap(lambda one: m.net(one[None])[0])(x), net=net).eval()
     for other in (mapped, torch.jit.freeze(scripted)):
-        with pytest.warns(saliency.SaliencyWarning, match="vmap and torch.jit.freeze change operations"):
+        with pytest.warns(saliency.errors.SaliencyWarning, match="vmap and torch.jit.freeze change operations"):
             saliency.FullGrad(other).attribute(x, 1)

@@ -20,18 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import saliency
-from saliency import (
-    METHODS,
-    DeconvNet,
-    Explanation,
-    GuidedBackprop,
-    InputXGradient,
-    NotApplicableError,
-    SaliencyWarning,
-    TargetError,
-    VanillaGradient,
-)
+from saliency import METHODS, DeconvNet, Explanation, GuidedBackprop, InputXGradient, VanillaGradient
 from saliency.attribution.base import TracedAttribution
+from saliency.errors import NotApplicableError, SaliencyWarning, TargetError
 from saliency.io.preprocess import as_preprocess
 from tests.models import FunctionModel, small_vgg
 from tests.reference import RULES, error, reference

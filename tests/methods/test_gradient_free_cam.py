@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import CAM, MethodError, TargetError
+from saliency import CAM
+from saliency.errors import MethodError, TargetError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors
 from saliency.methods.gradient_free_cam import AblationCAM, Order, ReciproCAM, ScoreCAM

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, GradCAM, SmoothGrad, contrast, explain_together, probability, similarity, value
+from saliency import METHODS, GradCAM, SmoothGrad, Together, contrast, probability, similarity, value
 from saliency.errors import MethodError, NotApplicableError, SaliencyWarning
 from saliency.methods.baselines import blurred
 from saliency.methods.integrated_gradients import (
@@ -241,7 +241,7 @@ def test_idgi_explains_a_class_by_its_probability_and_any_other_target_as_it_is(
     model, x = tiny_model().double(), image(count=2)
     method = IDGI(model, steps=4)
     expected = method.attribute(x, probability([1, 3]))
-    for found in (method.attribute(x, [1, 3]), explain_together([GradCAM(model), method], x, [1, 3])[1]):
+    for found in (method.attribute(x, [1, 3]), Together(GradCAM(model), method).attribute(x, [1, 3])[1]):
         assert found.target_names == ("probability of class 1", "probability of class 3")
         assert found.target == (1, 3)
         assert torch.equal(found.scores, expected.scores)

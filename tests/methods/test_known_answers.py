@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 @pytest.mark.parametrize(("network", "method"), CASES)
 def test_the_named_object_gets_more_of_the_map_than_the_distractor(network: str, method: str) -> None:
     found = shares(network, method, **QUICK.get(method, {}))

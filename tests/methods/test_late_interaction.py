@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import saliency
-from saliency import LateInteraction, LayerError, ModelError, TargetError
+from saliency import LateInteraction
+from saliency.errors import LayerError, ModelError, TargetError
 from tests.dual_encoders import tokenizer
 from tests.models import PooledNet
 
@@ -87,4 +88,4 @@ def test_words_and_models_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ModelError, match="no embedding per word"):
         saliency.word_similarity(PooledNet(), x, "a red bus")
     with pytest.raises(ModelError, match="one embedding per text"):
-        saliency.explain_text(model, x, "a red bus")
+        saliency.token_importance(model, x, "a red bus")

@@ -187,16 +187,16 @@ def test_layers_and_classes_share_a_forward_and_layers_a_walk(monkeypatch: pytes
     names = [None, "relu", "bn1", "conv1", "bn2"]
     expected = [LRP(net, layer=name).attribute(x, 2) for name in names]
     monkeypatch.setattr(lrp, "Walk", counted)
-    found = saliency.explain_together([LRP(net, layer=name) for name in names], x, 2)
+    found = saliency.Together(*[LRP(net, layer=name) for name in names]).attribute(x, 2)
     assert len(walks) == 1
     for own, shared in zip(expected, found, strict=True):
         assert own.layer == shared.layer
         assert own.ledger_names == shared.ledger_names
         assert_same(shared.values, own.values)
         assert_same(cast("Tensor", shared.ledger), cast("Tensor", own.ledger))
-    saliency.explain_together(
-        [LRP(net, composite="gamma"), LRP(net, composite="gamma", layer="relu"), LRP(net, composite="epsilon")], x, 2
-    )
+    saliency.Together(
+        LRP(net, composite="gamma"), LRP(net, composite="gamma", layer="relu"), LRP(net, composite="epsilon")
+    ).attribute(x, 2)
     assert len(walks) == 3
 
 
@@ -209,7 +209,7 @@ def test_a_captured_layer_changes_nothing(build: Callable[[], nn.Module], compos
     spatial = [name for name, module in net.named_modules() if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.ReLU)]
     spatial = [name for name in spatial if name != "8"]  # of the classifier
     for name in spatial:
-        found, _ = saliency.explain_together([LRP(net, composite=composite), saliency.GradCAM(net, name)], x, 2)
+        found, _ = saliency.Together(LRP(net, composite=composite), saliency.GradCAM(net, name)).attribute(x, 2)
         assert_same(found.values, expected.values)
         assert found.coverage == expected.coverage
         assert_same(cast("Tensor", found.ledger), cast("Tensor", expected.ledger))
@@ -218,19 +218,21 @@ def test_a_captured_layer_changes_nothing(build: Callable[[], nn.Module], compos
 def test_deep_lift_and_relevance_at_a_layer_share_a_forward() -> None:
     net, x = residual(), images()
     methods = [saliency.DeepLIFT(net), LRP(net, layer="conv1"), saliency.GradCAM(net, "relu")]
-    for own, shared in zip([m.attribute(x, 1) for m in methods], saliency.explain_together(methods, x, 1), strict=True):
+    for own, shared in zip(
+        [m.attribute(x, 1) for m in methods], saliency.Together(*methods).attribute(x, 1), strict=True
+    ):
         assert_same(shared.values, own.values)
 
 
 def test_a_layer_without_a_map_or_without_influence_is_an_error() -> None:
     net, x = residual(), images()
-    with pytest.raises(saliency.LayerError, match=r'"head" has shape \(2, 5\), which has no spatial extent'):
+    with pytest.raises(saliency.errors.LayerError, match=r'"head" has shape \(2, 5\), which has no spatial extent'):
         LRP(net, layer="head").attribute(x, 1)
-    with pytest.raises(saliency.LayerError, match='no layer "bn4"'):
+    with pytest.raises(saliency.errors.LayerError, match='no layer "bn4"'):
         LRP(net, layer="bn4")
     aside = OwnForward(lambda m, x: (m.net(x), m.aside(x))[0], net=net, aside=nn.Conv2d(3, 2, 1).double()).eval()
     for options in ({"layer": "aside"}, {"through": {"aside": [0]}}):
-        with pytest.raises(saliency.LayerError, match='score does not depend on layer "aside"'):
+        with pytest.raises(saliency.errors.LayerError, match='score does not depend on layer "aside"'):
             LRP(aside, **cast("Any", options)).attribute(x, 1)
 
 
@@ -326,7 +328,7 @@ def test_patches_and_pixels_run_the_model_once() -> None:
     model, x = small_vit().eval(), torch.randn(1, 3, 32, 32)
     calls = []
     model.register_forward_hook(lambda module, args, output: calls.append(1))
-    patches, pixels = saliency.explain_together([AttnLRP(model), AttnLRP(model, at="pixels")], x, 1)
+    patches, pixels = saliency.Together(AttnLRP(model), AttnLRP(model, at="pixels")).attribute(x, 1)
     assert patches.values.shape == (1, 1, 4, 4)
     assert pixels.values.shape == x.shape
     assert len(calls) == 1
@@ -334,7 +336,9 @@ def test_patches_and_pixels_run_the_model_once() -> None:
 
 def test_patches_without_a_spatial_output_are_an_error() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5))
-    with pytest.raises(saliency.LayerError, match='at="patches": the first convolution or linear layer has no spatial'):
+    with pytest.raises(
+        saliency.errors.LayerError, match='at="patches": the first convolution or linear layer has no spatial'
+    ):
         LRP(net, at="patches").attribute(torch.randn(1, 3, 2, 2), 1)
 
 
@@ -346,7 +350,7 @@ def test_a_patch_has_the_relevance_of_its_pixels() -> None:
     assert_same(patches.values, F.avg_pool2d(pixels.values.sum(1, keepdim=True), 8) * 64)
     assert_same(shares(patches)["layer"], shares(pixels)["input"])
     assert AttnLRP(model, at="patches", layer="encoder.layers.encoder_layer_0").attribute(x, 1).layer != "conv_proj"
-    with pytest.raises(saliency.MethodError, match="at='tokens' is not one of 'pixels', 'patches'"):
+    with pytest.raises(saliency.errors.MethodError, match="at='tokens' is not one of 'pixels', 'patches'"):
         AttnLRP(model, at=cast("Any", "tokens"))
 
 
@@ -429,7 +433,7 @@ def test_concepts_may_be_read_at_a_layer() -> None:
     ],
 )
 def test_channels_that_do_not_exist_are_an_error(through: Any, fact: str) -> None:
-    with pytest.raises(saliency.MethodError, match=fact):
+    with pytest.raises(saliency.errors.MethodError, match=fact):
         LRP(residual(), through=through).attribute(images(), 1)
 
 
@@ -485,7 +489,7 @@ class First(NonlinearRule):
 
 
 def test_a_nonlinear_rule_of_a_wrong_shape_is_an_error() -> None:
-    with pytest.raises(saliency.MethodError, match=r"rule First\(\) at .* returned \(1, .* for an input \(2, "):
+    with pytest.raises(saliency.errors.MethodError, match=r"rule First\(\) at .* returned \(1, .* for an input \(2, "):
         LRP(chain(), composite={"activation": First()}).attribute(images(), 1)
 
 
@@ -559,7 +563,7 @@ def test_gamma_is_an_option(composite: Any) -> None:
     assert str(found.composite).count("Gamma(gamma=0.1)") == str(found.composite).count("Gamma") == 2
     for other in (None, "epsilon_plus"):
         with pytest.raises(
-            saliency.MethodError, match="no gamma rule; composites with gamma rules are gamma, epsilon_gamma_box"
+            saliency.errors.MethodError, match="no gamma rule; composites with gamma rules are gamma, epsilon_gamma_box"
         ):
             LRP(net, composite=other, gamma=0.1)
 
@@ -644,7 +648,7 @@ def test_the_most_specific_key_wins_in_any_order(in_order: bool) -> None:
     ],
 )
 def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) -> None:
-    with pytest.raises(saliency.MethodError, match=fact):
+    with pytest.raises(saliency.errors.MethodError, match=fact):
         LRP(residual(), composite=composite).attribute(images(), 1)
 
 
@@ -654,7 +658,7 @@ def test_nan_in_the_ledger_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     epsilon, table = KERNELS[Epsilon], cast("dict[Any, Any]", KERNELS)
     monkeypatch.setitem(table, Epsilon, kernel)
-    with pytest.warns(saliency.SaliencyWarning, match="nan of the score is missing from the ledger"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="nan of the score is missing from the ledger"):
         found = LRP(residual(), composite={"last": Epsilon()}).attribute(images(), 1)
     assert found.values.isfinite().all()
 
@@ -714,7 +718,7 @@ def test_deep_taylor_is_z_plus_with_a_box_at_the_pixels() -> None:
     }
     assert_same(LRP(net, composite=bounds).attribute(x, 3).values, expected, 1e-6)
     with pytest.raises(
-        saliency.MethodError, match=r"z-box needs the bounds .* pass ZBox\(low, high\), or a model with"
+        saliency.errors.MethodError, match=r"z-box needs the bounds .* pass ZBox\(low, high\), or a model with"
     ):
         LRP(net, composite="deep_taylor").attribute(x, 3)
 
@@ -879,7 +883,9 @@ def test_the_shift_of_a_batch_norm_receives_no_excitation() -> None:
 
 def test_excitation_warns_of_shares_that_are_lost() -> None:
     net, x = saliency.load("efficientnet_lite0"), torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    with pytest.warns(saliency.SaliencyWarning, match=r"add up to 0\.\d+ instead of 1: the rest stays at neurons"):
+    with pytest.warns(
+        saliency.errors.SaliencyWarning, match=r"add up to 0\.\d+ instead of 1: the rest stays at neurons"
+    ):
         found = ExcitationBackprop(net).attribute(x, 1)
     assert float(found.values.sum()) < 0.5
 
@@ -888,7 +894,7 @@ def test_excitation_is_read_at_the_resolution_before_the_last() -> None:
     net, x = tiny_model(), torch.randn(2, 3, 16, 16)
     assert saliency.GradCAM(net).attribute(x, 1).values.shape == (2, 1, 8, 8)
     assert ExcitationBackprop(net).attribute(x, 1).values.shape == (2, 1, 16, 16)
-    with pytest.raises(saliency.LayerError, match="has a spatial output"):
+    with pytest.raises(saliency.errors.LayerError, match="has a spatial output"):
         ExcitationBackprop(nn.Sequential(nn.Flatten(), nn.Linear(12, 5))).attribute(torch.randn(1, 3, 2, 2), 1)
 
 
@@ -912,5 +918,7 @@ def test_excitation_warns_of_shares_that_are_no_probabilities() -> None:
 
     net = OwnForward(forward, conv=nn.Conv2d(3, 8, 3), part=nn.Identity(), head=nn.Linear(8, 5)).eval()
     for contrastive, most in ((False, 1), (True, 2)):
-        with pytest.warns(saliency.SaliencyWarning, match=f"the fractions at part add up to .* at most {most}: "):
+        with pytest.warns(
+            saliency.errors.SaliencyWarning, match=f"the fractions at part add up to .* at most {most}: "
+        ):
             ExcitationBackprop(net, layer="part", contrastive=contrastive).attribute(torch.randn(2, 3, 8, 8), 1)

@@ -56,14 +56,14 @@ def test_the_promises_hold_for_other_options_too(cls: type[Attribution], options
         check()
 
 
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_that_gives_a_contrast_and_its_opposite_one_map_says_so(name: str) -> None:
     cls = METHODS[name]
     method = cls(tiny_model_for(cls)(), **cls.preview_options)
     try:
         one, opposite = (method.attribute(images(2), saliency.contrast(*pair)) for pair in ((0, 1), (1, 0)))
-    except saliency.NotApplicableError:
+    except saliency.errors.NotApplicableError:
         return
     if "rounding error" in one.notes[0]:
         return
@@ -93,13 +93,13 @@ class Flat(nn.Module):
 )
 def test_a_map_of_rounding_errors_or_zeros_warns(scale: float, message: str, name: str) -> None:
     method = METHODS[name](Flat(scale).eval(), **METHODS[name].preview_options)
-    with pytest.warns(saliency.SaliencyWarning, match=f"the {name} map for class 1 {message}"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match=f"the {name} map for class 1 {message}"):
         explanation = method.attribute(images(1), 1)
     assert f"the {name} map for class 1" in explanation.notes[0]
     assert explanation[0].notes == explanation.notes
 
 
-@pytest.mark.filterwarnings("error::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("error::saliency.errors.SaliencyWarning")
 @pytest.mark.filterwarnings("ignore:.*(no ReLU|biases|the fractions|converge|varied|steps|residual)")
 @pytest.mark.parametrize("target", [1, saliency.probability(1)], ids=["class", "probability"])
 @pytest.mark.parametrize("name", METHODS)
@@ -108,7 +108,7 @@ def test_a_map_of_a_normal_network_is_not_called_rounding(target: Any, name: str
     method = cls(tiny_model_for(cls)(), **cls.preview_options)
     try:
         explanation = method.attribute(images(2), target)
-    except saliency.NotApplicableError:
+    except saliency.errors.NotApplicableError:
         return
     assert not any("rounding" in note for note in explanation.notes)
 
@@ -183,9 +183,9 @@ def test_a_class_without_a_name_stays_out_of_the_registry() -> None:
 
 
 def test_an_unknown_method_gets_the_closest() -> None:
-    with pytest.raises(saliency.MethodError, match='no method "gradcam"; did you mean "grad_cam"'):
+    with pytest.raises(saliency.errors.MethodError, match='no method "gradcam"; did you mean "grad_cam"'):
         get_method("gradcam")
-    with pytest.raises(saliency.MethodError, match=r"the methods are .*guided_backprop"):
+    with pytest.raises(saliency.errors.MethodError, match=r"the methods are .*guided_backprop"):
         get_method("zzzz")
 
 

@@ -13,19 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import (
-    DRISE,
-    METHODS,
-    ODAM,
-    VXCODE,
-    Augmented,
-    GradCAM,
-    HiResCAM,
-    LayerCAM,
-    MethodError,
-    TargetError,
-    VanillaGradient,
-)
+from saliency import DRISE, METHODS, ODAM, VXCODE, Augmented, GradCAM, HiResCAM, LayerCAM, VanillaGradient
+from saliency.errors import MethodError, TargetError
 from saliency.methods.rise import RandomMasks
 from saliency.testbed import draw_scenes
 from tests.models import HeadsDetector, LevelDetector, PoseNet, cells
@@ -554,7 +543,7 @@ class Fixed(nn.Module):
 
 @pytest.mark.parametrize("name", ["d_rise", "vx_code", "vanilla_gradient"])
 def test_an_image_without_detections_is_an_error_that_says_so(name: str) -> None:
-    with pytest.raises(saliency.NotFoundError, match="the model found nothing"):
+    with pytest.raises(saliency.errors.NotFoundError, match="the model found nothing"):
         METHODS[name](Fixed(0)).attribute(X[:1], saliency.box())
 
 

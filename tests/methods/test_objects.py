@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, Explanation, GradCAM, RefineCAM, SaliencyWarning, explain_together
+from saliency import METHODS, Explanation, GradCAM, RefineCAM, Together
+from saliency.errors import SaliencyWarning
 
 ASSETS = Path(__file__).parents[2] / "assets"
 CAMS = [
@@ -51,7 +52,7 @@ def model() -> nn.Module:
 @cache
 def explanations(photo: str, target: str) -> dict[str, Explanation]:
     methods = [METHODS[name](model()) for name in CAMS]
-    return dict(zip(CAMS, explain_together(methods, ASSETS / photo, target), strict=True))
+    return dict(zip(CAMS, Together(*methods).attribute(ASSETS / photo, target), strict=True))
 
 
 def shares(explanation: Explanation, box: Box) -> tuple[float, float]:

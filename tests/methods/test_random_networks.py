@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from saliency import METHODS, NotApplicableError
+from saliency import METHODS
+from saliency.errors import NotApplicableError
 from tests.reference import RULES
 
 SHARED, SHARED_IN_PLACE = nn.ReLU(), nn.ReLU(inplace=True)

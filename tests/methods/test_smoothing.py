@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import GradCAM, GuidedBackprop, MethodError, VanillaGradient
+from saliency import GradCAM, GuidedBackprop, VanillaGradient
 from saliency.attribution.estimates import Variance
+from saliency.errors import MethodError
 from saliency.methods.smoothing import NoisyAttribution, SmoothGrad, SmoothGradSquared, VarGrad
 from saliency.testing import check_method, tiny_model
 from tests.models import LinearModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from saliency import MethodError
+from saliency.errors import MethodError
 from saliency.methods.sobol import Sobol, TotalOrder, sobol_masks
 from saliency.testing import tiny_model
 

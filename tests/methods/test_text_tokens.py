@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import ImageError, MethodError, ModelError, explain_text, text
+from saliency import text, token_importance
+from saliency.errors import ImageError, MethodError, ModelError
 from saliency.methods.gradient import VanillaGradient
 from saliency.methods.text_tokens import TEXT_METHODS, TextExplanation
 from saliency.testing import Snapshot
@@ -41,7 +42,7 @@ def score_without_tokens(model: Any, image: Tensor, scale: float) -> float:
 @pytest.mark.parametrize("method", TEXT_METHODS)
 def test_each_method_gives_a_value_per_token_and_the_score_of_the_text(name: str, method: str) -> None:
     model, x = MODELS[name]()
-    found = explain_text(model, x[0], PROMPT, method)
+    found = token_importance(model, x[0], PROMPT, method)
     padding = ("<pad>",) if name == "transformers SigLIP" else ()
     assert found.tokens == ("<start>", "a", "red", "cat", "<end>", *padding)
     assert found.values.shape == (len(found.tokens),)
@@ -53,7 +54,7 @@ def test_each_method_gives_a_value_per_token_and_the_score_of_the_text(name: str
 @pytest.mark.parametrize("method", ["integrated_gradients", "deep_lift"])
 def test_complete_methods_sum_to_the_change_of_the_score_from_embeddings_of_zero(name: str, method: str) -> None:
     model, x = MODELS[name]()
-    found = explain_text(model, x[0], PROMPT, method)
+    found = token_importance(model, x[0], PROMPT, method)
     change = score_without_tokens(model, x[0], 1) - score_without_tokens(model, x[0], 0)
     assert float(found.values.sum()) == pytest.approx(change, abs=1e-4)
 
@@ -61,7 +62,7 @@ def test_complete_methods_sum_to_the_change_of_the_score_from_embeddings_of_zero
 @BY_NAME
 def test_input_x_gradient_is_the_slope_of_the_score_in_the_embeddings(name: str) -> None:
     model, x = MODELS[name]()
-    found = explain_text(model.double(), x[0].double(), PROMPT, "input_x_gradient")
+    found = token_importance(model.double(), x[0].double(), PROMPT, "input_x_gradient")
     model.float()
     step = 1e-2
     slope = score_without_tokens(model, x[0], 1 + step) - score_without_tokens(model, x[0], 1 - step)
@@ -74,7 +75,7 @@ def test_on_drawn_shapes_the_name_of_the_shape_matters_more_than_the_article(met
     model = saliency.load("shapes_two_tower")
     values: dict[int, list[float]] = {1: [], 3: []}
     for image, captions in zip(scenes.images, scenes.captions(), strict=True):
-        found = explain_text(model, image, captions[0], method)
+        found = token_importance(model, image, captions[0], method)
         assert found.tokens == ("<start>", *captions[0].split(), "<end>")
         for place, own in values.items():
             own.append(float(found.values[place]))
@@ -85,15 +86,15 @@ def test_on_drawn_shapes_the_name_of_the_shape_matters_more_than_the_article(met
 def test_the_model_is_unchanged_also_after_an_error() -> None:
     model, x = MODELS["open_clip ViT"]()
     before = Snapshot(model=model, x=x)
-    explain_text(model, x[0], PROMPT, steps=2)
+    token_importance(model, x[0], PROMPT, steps=2)
     with pytest.raises(MethodError, match="steps"):
-        explain_text(model, x[0], PROMPT, steps=0)
+        token_importance(model, x[0], PROMPT, steps=0)
     assert not before.changes()
 
 
 def test_a_wrapped_model_is_explained_as_the_model_inside() -> None:
     model, x = MODELS["open_clip ViT"]()
-    found, wanted = (explain_text(each, x[0], PROMPT, steps=2) for each in (nn.DataParallel(model), model))
+    found, wanted = (token_importance(each, x[0], PROMPT, steps=2) for each in (nn.DataParallel(model), model))
     torch.testing.assert_close(found.values, wanted.values)
 
 
@@ -109,15 +110,15 @@ def test_a_result_is_lines_and_coloured_words(tmp_path: Path) -> None:
 def test_what_cannot_be_explained_is_refused() -> None:
     model, x = MODELS["open_clip ViT"]()
     with pytest.raises(ModelError, match="PooledNet has no text encoder"):
-        explain_text(PooledNet(), x[0], PROMPT)
+        token_importance(PooledNet(), x[0], PROMPT)
     with pytest.raises(MethodError, match="'rise' is not one of 'integrated_gradients'"):
-        explain_text(model, x[0], PROMPT, "rise")
+        token_importance(model, x[0], PROMPT, "rise")
     with pytest.raises(ImageError, match="one image, got 2"):
-        explain_text(model, torch.cat([x[:1], x[:1]]), PROMPT)
+        token_importance(model, torch.cat([x[:1], x[:1]]), PROMPT)
 
 
 @pytest.mark.parametrize("given", [3, ["a cat"], None])
 def test_what_is_not_one_text_is_an_error(given: Any) -> None:
     model, x = next(iter(MODELS.values()))()
     with pytest.raises(MethodError, match="expected one text"):
-        explain_text(model, x[0], given)
+        token_importance(model, x[0], given)

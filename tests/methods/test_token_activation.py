@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import NotApplicableError
+from saliency.errors import NotApplicableError
 from saliency.methods.token_activation import rank_gaussian
 from saliency.testbed import CaptionProcessor
 from saliency.testing import images, tiny_model

@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
-from saliency import (
-    AttentionRollout,
-    CheferAttention,
-    CheferLRP,
-    GradECLIP,
-    GradientRollout,
-    NotApplicableError,
-    explain_together,
-)
+from saliency import AttentionRollout, CheferAttention, CheferLRP, GradECLIP, GradientRollout, Together
+from saliency.errors import NotApplicableError
 from saliency.testing import images, tiny_transformer
 
 
@@ -233,7 +226,7 @@ def test_all_share_one_forward_and_one_backward() -> None:
     methods = [CheferAttention(model), AttentionRollout(model), GradientRollout(model)]
     methods[0].attribute(x, 1)  # finds the layout
     calls.clear()
-    together = explain_together(methods, x, 1)
+    together = Together(*methods).attribute(x, 1)
     assert len(calls) == 1
     for method, found in zip(methods, together, strict=True):
         torch.testing.assert_close(found.values, method.attribute(x, 1).values)

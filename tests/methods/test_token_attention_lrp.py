@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import CheferAttention, CheferLRP, NotApplicableError, explain_together
+from saliency import CheferAttention, CheferLRP, Together
+from saliency.errors import NotApplicableError
 from saliency.testing import images, tiny_transformer
 
 X = images(3).double()
@@ -179,7 +180,7 @@ def test_images_that_come_after_the_tokens_are_told_apart() -> None:
 def test_it_shares_the_forward_with_other_methods() -> None:
     model, x = tiny_transformer(), images(2)
     methods = [CheferAttention(model), CheferLRP(model), saliency.AttnLRP(model)]
-    for method, found in zip(methods, explain_together(methods, x, 1), strict=True):
+    for method, found in zip(methods, Together(*methods).attribute(x, 1), strict=True):
         torch.testing.assert_close(found.values, method.attribute(x, 1).values)
 
 

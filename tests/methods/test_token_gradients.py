@@ -9,16 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import (
-    AGCAM,
-    CheferAttention,
-    CheferLRP,
-    GradientRollout,
-    LeGrad,
-    NotApplicableError,
-    explain_together,
-)
+from saliency import AGCAM, CheferAttention, CheferLRP, GradientRollout, LeGrad, Together
 from saliency.attribution.forward import TargetGradients
+from saliency.errors import NotApplicableError
 from saliency.testing import images, tiny_transformer
 from tests.models import OwnForward, torchvision_models
 
@@ -271,7 +264,7 @@ def test_methods_that_share_a_softmax_of_the_model_leave_it_as_it_was() -> None:
         block.attn.fused_attn = False
     methods = [method(model) for method in (GradientRollout, CheferAttention, CheferLRP, *METHODS)]
     separate = [method.attribute(images(2, (32, 32)), 1).values for method in methods]
-    for found, wanted in zip(explain_together(methods, images(2, (32, 32)), 1), separate, strict=True):
+    for found, wanted in zip(Together(*methods).attribute(images(2, (32, 32)), 1), separate, strict=True):
         close(found.values, wanted)
 
 
@@ -317,7 +310,7 @@ def test_all_share_one_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(shared, "func", counted)
     model.register_forward_hook(lambda *_: calls.append("forward"))
-    together = explain_together(methods, x, 1)
+    together = Together(*methods).attribute(x, 1)
     assert sorted(calls) == ["backward", "forward"]
     for found, wanted in zip(together, separate, strict=True):
         close(found.values, wanted)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import GradCAM, LayerError, ViTCX
+from saliency import GradCAM, ViTCX
+from saliency.errors import LayerError
 from saliency.testing import images, tiny_model
 from tests.models import OwnForward
 

@@ -70,7 +70,7 @@ def test_a_method_explains_a_volume_or_says_that_it_is_for_images(name: str, tmp
     method = method_of(name, model)
     before = Snapshot(model=model, method=method, input=x)
     if name in IMAGES_ONLY:
-        with pytest.raises(saliency.NotApplicableError, match=TWO_AXES):
+        with pytest.raises(saliency.errors.NotApplicableError, match=TWO_AXES):
             method.attribute(x, [0, 1])
     else:
         explanation = method.attribute(x, [0, 1])
@@ -112,9 +112,9 @@ def test_a_volume_of_one_slice_has_the_map_of_the_image(name: str) -> None:
 
 def test_a_wrapped_method_for_images_refuses_a_volume() -> None:
     model = inflated(tiny_model(), flat=False)
-    with pytest.raises(saliency.NotApplicableError, match=f"xrai {TWO_AXES}"):
+    with pytest.raises(saliency.errors.NotApplicableError, match=f"xrai {TWO_AXES}"):
         saliency.SmoothGrad(saliency.XRAI(model, steps=2), passes=2).attribute(volume(), 0)
-    with pytest.raises(saliency.NotApplicableError, match=f'fill="inpaint" {TWO_AXES}'):
+    with pytest.raises(saliency.errors.NotApplicableError, match=f'fill="inpaint" {TWO_AXES}'):
         saliency.Occlusion(model, fill="inpaint").attribute(volume(), 0)
 
 
@@ -163,7 +163,7 @@ def test_occlusion_is_that_of_a_plain_loop() -> None:
                     total[window] += (model(x) - model(hidden))[0, 2]
                     count[window] += 1
     torch.testing.assert_close(values[0, 0], total / count)
-    with pytest.raises(saliency.MethodError, match=r"got 2 numbers .* expected 3"):
+    with pytest.raises(saliency.errors.MethodError, match=r"got 2 numbers .* expected 3"):
         saliency.Occlusion(model, window=(4, 6), stride=2).attribute(x, 2)
 
 
@@ -244,13 +244,13 @@ def test_a_volume_is_saved_and_loaded(tmp_path: Path) -> None:
     assert loaded.input_size == (8, 12, 16)
     assert torch.equal(saliency.heatmap(loaded), saliency.heatmap(explanation))
     assert saliency.heatmap(loaded[1], size=(4, 6, 8), percentile=99).shape == (1, 4, 6, 8)
-    with pytest.raises(saliency.RenderError, match=r"\(depth, height, width\)"):
+    with pytest.raises(saliency.errors.RenderError, match=r"\(depth, height, width\)"):
         saliency.heatmap(loaded, size=(6, 8))
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 1, 3, 8, 8, 8)])
 def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(saliency.ImageError, match=r"for volumes and videos, \(N, C, D, H, W\)"):
+    with pytest.raises(saliency.errors.ImageError, match=r"for volumes and videos, \(N, C, D, H, W\)"):
         saliency.VanillaGradient(tiny_model()).attribute(torch.randn(shape), 0)
 
 
@@ -258,16 +258,16 @@ def test_overlays_and_metrics_of_a_volume_are_refused_in_words() -> None:
     model = inflated(tiny_model(), flat=False)
     x = volume()
     explanation = saliency.GradCAM(model).attribute(x, [0, 1])
-    with pytest.raises(saliency.RenderError, match="a volume or video"):
+    with pytest.raises(saliency.errors.RenderError, match="a volume or video"):
         saliency.overlay(explanation[0])
-    with pytest.raises(saliency.MethodError, match="of a volume or video"):
+    with pytest.raises(saliency.errors.MethodError, match="of a volume or video"):
         saliency.metrics.measure("deletion", explanation, model=model, inputs=x)
 
 
 def test_one_forward_gives_several_maps_of_a_volume() -> None:
     model = inflated(tiny_model(), flat=False)
     methods = [saliency.GradCAM(model), saliency.GuidedBackprop(model), saliency.LRP(model)]
-    for explanation, method in zip(saliency.explain_together(methods, volume(), 1), methods, strict=True):
+    for explanation, method in zip(saliency.Together(*methods).attribute(volume(), 1), methods, strict=True):
         torch.testing.assert_close(explanation.values, method.attribute(volume(), 1).values)
 
 
@@ -285,7 +285,7 @@ def test_baselines_and_segments_of_a_volume() -> None:
     for segments in (20, labels, lambda image: labels):
         explanation = saliency.FeatureAblation(model, segments=segments, fill="blur").attribute(x[:1], 1)
         assert len(set(explanation.values.flatten().tolist())) > 2
-    with pytest.raises(saliency.MethodError, match="3 spatial axes"):
+    with pytest.raises(saliency.errors.MethodError, match="3 spatial axes"):
         saliency.FeatureAblation(model, segments=(2, 2)).attribute(x, 1)
 
 
@@ -316,9 +316,9 @@ def test_a_region_of_a_volume_is_the_mean_of_its_voxels() -> None:
     border = saliency.region(1, "border")
     assert own.attribute(x, border).values.shape == x.shape
     assert saliency.heatmap(saliency.GradCAM(model).attribute(x, border)).shape == (2, 8, 12, 16)
-    with pytest.raises(saliency.TargetError, match="a mask in the size of the output"):
+    with pytest.raises(saliency.errors.TargetError, match="a mask in the size of the output"):
         own.attribute(x, saliency.region(1, (0, 0, 4, 4)))
-    with pytest.raises(saliency.TargetError, match=r"saliency.region\(label\)"):
+    with pytest.raises(saliency.errors.TargetError, match=r"saliency.region\(label\)"):
         own.attribute(x, 1)
 
 
@@ -335,5 +335,5 @@ def test_tensors_of_monai_are_read_as_they_are() -> None:
 
 def test_a_volume_without_a_batch_axis_is_named_as_one() -> None:
     model = inflated(tiny_model(), flat=False)
-    with pytest.raises(saliency.ModelError, match=r"refused an input of .*five axes, so pass one as x\[None\]"):
+    with pytest.raises(saliency.errors.ModelError, match=r"refused an input of .*five axes, so pass one as x\[None\]"):
         saliency.GradCAM(model).attribute(volume()[0], 1)

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import LayerError
 from saliency.attribution.explanation import joined
+from saliency.errors import LayerError
 from saliency.io.geometry import Geometry
 from saliency.model.answer import find_canvas
 from saliency.testing.unchanged import Snapshot
@@ -37,7 +37,7 @@ from tests.vision_language import (
 
 pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
-    pytest.mark.filterwarnings("ignore:the image has only:saliency.SaliencyWarning"),  # random weights
+    pytest.mark.filterwarnings("ignore:the image has only:saliency.errors.SaliencyWarning"),  # random weights
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of PaliGemmaProcessor
 ]
 
@@ -245,7 +245,7 @@ def test_an_image_that_enters_after_the_embeddings_has_no_share(
     if explanation.ledger is not None:
         torch.testing.assert_close(explanation.ledger.sum(1), explanation.scores, rtol=0, atol=1e-4)
         assert "image's" not in str(saliency.ledger_table(explanation))
-    saliency.draw_answer(answer, method(model))
+    saliency.word_sheet(answer, method(model))
 
 
 def test_the_tokens_of_an_answer_read_the_image_by_cross_attention() -> None:
@@ -280,7 +280,7 @@ def test_empty_tiles_after_those_of_the_image_have_no_place(size: tuple[int, int
 
 def test_an_encoder_decoder_is_refused() -> None:
     model, processor = florence_2()
-    with pytest.raises(saliency.ModelError, match="Florence2ForConditionalGeneration is an encoder-decoder"):
+    with pytest.raises(saliency.errors.ModelError, match="Florence2ForConditionalGeneration is an encoder-decoder"):
         saliency.generate(model.eval(), processor, scene(), "<CAPTION>", answer="a red car")
 
 
@@ -290,7 +290,7 @@ def test_an_output_of_another_length_is_refused() -> None:
             return {"logits": super().forward(input_ids, pixel_values, attention_mask)["logits"][:, -1:]}
 
     message = r"the output is \(1, 1, 12\); expected logits \(1, 6, V\) of the sequence"
-    with pytest.raises(saliency.ModelError, match=message):
+    with pytest.raises(saliency.errors.ModelError, match=message):
         saliency.generate(Last(), _Processor(), scene(), "3 4", answer="5 6 7", canvas=_halves)
 
 
@@ -329,7 +329,7 @@ def test_an_answer_from_the_text_warns() -> None:
     answer = saliency.generate(model, processor, scene(), QUESTION, answer="a red car")
     with torch.no_grad():
         model.get_parameter("model.multi_modal_projector.linear_2.weight").mul_(1e-4)
-    with pytest.warns(saliency.SaliencyWarning, match="the image has only .* of the relevance of all tokens"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="the image has only .* of the relevance of all tokens"):
         explanation = saliency.InputXGradient(model).attribute(answer, saliency.words("red"))
     assert "from the text" in explanation.notes[0]
 
@@ -363,7 +363,7 @@ def test_each_of_several_images_has_its_ledger_and_its_attention(family: str) ->
     assert float(relevance.residual.abs().max()) < 1e-5
     attention = saliency.CheferAttention(model).attribute(answer, saliency.words("red"))
     assert attention.values.flatten(1).any(1).all()
-    both = saliency.explain_together([saliency.CheferAttention(model), saliency.VanillaGradient(model)], answer)
+    both = saliency.Together(saliency.CheferAttention(model), saliency.VanillaGradient(model)).attribute(answer)
     assert [len(explanation) for explanation in both] == [2, 2]
     layers = saliency.attention(model, answer)
     maps = layers[-1].maps(answer.output_positions[1])
@@ -456,7 +456,9 @@ def _halves(image: Image.Image) -> saliency.Canvas:
 def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
     torch.manual_seed(0)
     model = _Plain()
-    with pytest.raises(saliency.ImageError, match=r"how _Processor divides an image is not recog.*; pass canvas="):
+    with pytest.raises(
+        saliency.errors.ImageError, match=r"how _Processor divides an image is not recog.*; pass canvas="
+    ):
         saliency.generate(model, _Processor(), scene(), "3 4")
     answer = saliency.generate(model, _Processor(), scene(), "3 4", max_new_tokens=3, canvas=_halves)
     ids = torch.tensor([[1, 1, 3, 4]])
@@ -473,7 +475,9 @@ def test_a_model_of_ones_own_is_decoded_by_plain_forwards() -> None:
 def test_a_wrong_canvas_is_refused() -> None:
     model, processor, _ = answered("llava")
     canvas = saliency.Canvas(torch.zeros(3, 28, 28), (0, 0, 1, 1), lambda x: x[:, None])
-    with pytest.raises(saliency.ImageError, match="canvas of image 0 does not give the processor's pixel values"):
+    with pytest.raises(
+        saliency.errors.ImageError, match="canvas of image 0 does not give the processor's pixel values"
+    ):
         saliency.generate(model, processor, scene(), QUESTION, answer="a", canvas=lambda image: canvas)
 
 
@@ -486,29 +490,29 @@ def test_tiles_that_are_not_the_rows_of_a_grid_are_refused(lefts: tuple[int, ...
         arrays = [np.asarray(tile, dtype=np.float32).transpose(2, 0, 1) for tile in tiles]
         return {"pixel_values": torch.tensor(np.stack(arrays))}
 
-    with pytest.raises(saliency.ImageError, match=f"{len(lefts)} tiles of an image are not the rows of a grid"):
+    with pytest.raises(saliency.errors.ImageError, match=f"{len(lefts)} tiles of an image are not the rows of a grid"):
         find_canvas(encode, image, None)
 
 
 def test_an_answer_belongs_to_its_model() -> None:
     _, _, answer = answered("llava")
     other, _ = build("llava")
-    with pytest.raises(saliency.ModelError, match="from another model than the method's"):
+    with pytest.raises(saliency.errors.ModelError, match="from another model than the method's"):
         saliency.VanillaGradient(other).attribute(answer)
 
 
 def test_a_prompt_without_an_image_is_refused() -> None:
     model, processor, _ = answered("llava")
     processor = type(processor)(processor.image_processor, processor.tokenizer, patch_size=7)
-    with pytest.raises(saliency.ModelError, match="<image>"):
+    with pytest.raises(saliency.errors.ModelError, match="<image>"):
         saliency.generate(model, processor, scene(), "what color is the car", answer="red")
-    with pytest.raises(saliency.ModelError, match="no chat template"):
+    with pytest.raises(saliency.errors.ModelError, match="no chat template"):
         saliency.generate(model, processor, scene(), [{"role": "user", "content": "what"}], answer="red")
 
 
 def test_an_empty_answer_is_refused() -> None:
     model, processor, _ = answered("llava")
-    with pytest.raises(saliency.ModelError, match="the answer is empty"):
+    with pytest.raises(saliency.errors.ModelError, match="the answer is empty"):
         saliency.generate(model, processor, scene(), QUESTION, answer="")
 
 
@@ -535,7 +539,7 @@ def test_shares_are_saved(tmp_path: Path) -> None:
 
 def test_features_of_an_image_hide_no_relu() -> None:
     model, _, answer = answered("llava")
-    with pytest.raises(saliency.NotApplicableError, match="no ReLU was called") as caught:
+    with pytest.raises(saliency.errors.NotApplicableError, match="no ReLU was called") as caught:
         saliency.GuidedBackprop(model).attribute(answer, saliency.words("red"))
     assert "masked_scatter" not in str(caught.value)
 
@@ -562,18 +566,20 @@ def test_views_are_resized_in_half_precision() -> None:
 
 def test_images_that_the_prompt_does_not_show_are_refused() -> None:
     model, processor, _ = answered("blip_2")
-    with pytest.raises(saliency.ModelError, match="the tokens of image 0 are not in the prompt, or have no position"):
+    with pytest.raises(
+        saliency.errors.ModelError, match="the tokens of image 0 are not in the prompt, or have no position"
+    ):
         saliency.generate(model, processor, [scene(1), scene(2)], QUESTION, answer="red")
     model, processor = saliency.load("shapes_caption"), saliency.testbed.CaptionProcessor()
     scenes = saliency.testbed.draw_scenes(2, seed=0, task="two_objects")
-    with pytest.raises(saliency.ModelError, match="the tokens of image 1 are not in the prompt"):
+    with pytest.raises(saliency.errors.ModelError, match="the tokens of image 1 are not in the prompt"):
         saliency.generate(model, processor, list(scenes.images), "caption")
 
 
 @pytest.mark.parametrize("target", [3, "red"])
 def test_classes_of_an_answer_are_refused(target: int | str) -> None:
     model, _, answer = answered("llava")
-    with pytest.raises(saliency.TargetError, match="an answer has words and no classes"):
+    with pytest.raises(saliency.errors.TargetError, match="an answer has words and no classes"):
         saliency.VanillaGradient(model).attribute(answer, target)
 
 
@@ -599,9 +605,9 @@ def test_metrics_change_the_image_of_an_answer() -> None:
     assert [m.values.shape for m in saliency.metrics.measure(names, explanation, method=method, **options)] == [
         (2,)
     ] * 3
-    with pytest.raises(saliency.MethodError, match="answers about one image"):
+    with pytest.raises(saliency.errors.MethodError, match="answers about one image"):
         saliency.metrics.measure("adcc", explanation, method=method, **options)
-    with pytest.raises(saliency.MethodError, match="does not keep it: pass it as inputs="):
+    with pytest.raises(saliency.errors.MethodError, match="does not keep it: pass it as inputs="):
         saliency.metrics.measure("deletion", explanation, method=method, target=red)
 
 
@@ -614,7 +620,7 @@ def test_a_word_has_a_trust_card() -> None:
 
 def test_an_image_without_a_prompt_is_refused() -> None:
     model, _, answer = answered("llava")
-    with pytest.raises(saliency.ModelError, match=r"pass an answer of saliency\.generate"):
+    with pytest.raises(saliency.errors.ModelError, match=r"pass an answer of saliency\.generate"):
         saliency.AttnLRP(model).attribute(answer.inputs, saliency.words(at=0))
 
 
@@ -630,9 +636,9 @@ def test_decoding_is_greedy_whatever_the_model_prefers() -> None:
 def test_wrong_arguments_are_refused() -> None:
     model, processor, _ = answered("llava")
     for prompts in ([QUESTION, QUESTION], [], {"input_ids": [1]}):
-        with pytest.raises(saliency.MethodError, match="expected one question, or the messages of one chat"):
+        with pytest.raises(saliency.errors.MethodError, match="expected one question, or the messages of one chat"):
             saliency.generate(model, processor, scene(), prompts)  # type: ignore[arg-type]
-    with pytest.raises(saliency.ImageError, match="there is no image"):
+    with pytest.raises(saliency.errors.ImageError, match="there is no image"):
         saliency.generate(model, processor, [], QUESTION)
-    with pytest.raises(saliency.MethodError, match="max_new_tokens=0"):
+    with pytest.raises(saliency.errors.MethodError, match="max_new_tokens=0"):
         saliency.generate(model, processor, scene(), QUESTION, max_new_tokens=0)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import GradCAM, GuidedBackprop, ImageError, LayerError, ModelError, TargetError, VanillaGradient
+from saliency import GradCAM, GuidedBackprop, VanillaGradient
+from saliency.errors import ImageError, LayerError, ModelError, TargetError
 from saliency.hooks.manager import HookManager
 from saliency.model.call import leaf, prepared_for_attribution, reference_tensor, run_model, unwrap
 from saliency.testing import tiny_model

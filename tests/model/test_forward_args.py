@@ -15,13 +15,12 @@ from saliency import (
     Attribution,
     GradCAM,
     IntegratedGradients,
-    MethodError,
-    ModelError,
     Occlusion,
     SmoothGrad,
+    Together,
     VanillaGradient,
-    explain_together,
 )
+from saliency.errors import MethodError, ModelError
 from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
 from tests.models import OwnForward
@@ -87,7 +86,7 @@ def test_arguments_may_be_given_by_position_as_arrays_and_as_lists(x: Tensor, ma
 def test_methods_together_and_several_classes_take_the_same_arguments(x: Tensor, mask: Tensor) -> None:
     model, given = with_mask(), {"mask": mask}
     methods: list[Attribution] = [GradCAM(model), VanillaGradient(model), IntegratedGradients(model, steps=3, chunk=4)]
-    for method, together in zip(methods, explain_together(methods, x, 0, forward_args=given), strict=True):
+    for method, together in zip(methods, Together(*methods).attribute(x, 0, forward_args=given), strict=True):
         torch.testing.assert_close(together.values, method.attribute(x, 0, forward_args=given).values)
         _, second = method.attribute_classes(x, [1, 0], forward_args=given)
         torch.testing.assert_close(second.values, together.values)

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import (
-    METHODS,
-    AttentionRollout,
-    GradCAM,
-    LayerError,
-    MethodError,
-    ReciproCAM,
-    SmoothGrad,
-    explain_together,
-)
+from saliency import METHODS, AttentionRollout, GradCAM, ReciproCAM, SmoothGrad, Together
+from saliency.errors import LayerError, MethodError
 from saliency.testing import images, tiny_transformer
 from saliency.testing.case import TinyTransformer
 
@@ -119,4 +111,4 @@ def test_what_is_no_layout_is_refused() -> None:
     with pytest.raises(LayerError, match=r"layout: expected maps \(2, K, h, w\) of \(2, 125, 1\), got \(2, 24, 1\)"):
         AttentionRollout(model, layout=lambda tokens: tokens[:, 1:25]).attribute(X, second_object)
     with pytest.raises(MethodError, match="must have the same model, preprocessing, class names and layout"):
-        explain_together([AttentionRollout(model), AttentionRollout(model, layout=patches)], X, second_object)
+        Together(AttentionRollout(model), AttentionRollout(model, layout=patches)).attribute(X, second_object)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import EigenCAM, FusedCAM, GradCAM, LayerError, NotApplicableError, TargetError
+from saliency import EigenCAM, FusedCAM, GradCAM
+from saliency.errors import LayerError, NotApplicableError, TargetError
 from saliency.inspection import layer_table
 from saliency.inspection.arguments import select_layers
 from saliency.io.preprocess import Preprocess
@@ -515,7 +516,7 @@ def test_features_are_those_of_the_image() -> None:
 def test_another_branch_of_the_image_is_named(method: str, view: Callable[[Tensor], Tensor], layer: str) -> None:
     model, x = Pathways(view).eval(), torch.rand(1, 3, 32, 32)
     other = {"one": "two", "two": "one"}[layer]
-    with pytest.warns(saliency.SaliencyWarning, match=f'also depends on layer "{other}"'):
+    with pytest.warns(saliency.errors.SaliencyWarning, match=f'also depends on layer "{other}"'):
         assert saliency.METHODS[method](model).attribute(x, 1).layer == layer
     assert GradCAM(model, layer).attribute(x, 1).layer == layer  # without a warning
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import METHODS, AttentionRollout, CheferAttention, GradCAM, HiResCAM, LayerError
+from saliency import METHODS, AttentionRollout, CheferAttention, GradCAM, HiResCAM
+from saliency.errors import LayerError
 from saliency.model.call import prepared_for_attribution
 from saliency.model.layers import Layout, attention_layout, scan_layers
 from saliency.model.positions import PositionTrace

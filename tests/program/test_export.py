@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
-from saliency import METHODS, MethodError, NotApplicableError, SaliencyError, TargetError
+from saliency import METHODS
 from saliency.attribution.heatmap import resized
 from saliency.attribution.passes import SampledAttribution
+from saliency.errors import MethodError, NotApplicableError, SaliencyError, TargetError
 from saliency.program.export import NO_PROGRAM, _require_equal, captured
 from tests.models import FunctionModel, PooledNet
 from tests.selection import of_each_family

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import saliency
-from saliency import NotApplicableError
+from saliency.errors import NotApplicableError
 from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS, FOR_ONNX, batch_norm
 from tests.models import FunctionModel, torchvision_models
 from tests.reference import error

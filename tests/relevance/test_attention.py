@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saliency import CPLRP, AttnLRP, SaliencyWarning, probability
+from saliency import CPLRP, AttnLRP, probability
 from saliency.attribution.explanation import Explanation
 from saliency.attribution.forward import SharedForward
 from saliency.attribution.questions import Questions
+from saliency.errors import SaliencyWarning
 from saliency.hooks.autograd_graph import nodes_between
 from saliency.relevance.walk import Walk
 from saliency.targets.question import Images

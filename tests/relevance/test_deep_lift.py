@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saliency import DeepLIFT, DeepSHAP, GradCAM, explain_together
+from saliency import DeepLIFT, DeepSHAP, GradCAM, Together
 from tests.games import shapley_values
 from tests.models import Checkpointed, FunctionModel, OwnForward, Packed, PooledNet, small_vit
 from tests.relevance import differences
@@ -383,5 +383,5 @@ def functional(net: Any, x: Tensor) -> Tensor:
 
 def test_a_class_activation_map_that_shares_the_forward_changes_nothing() -> None:
     model, x = PooledNet().eval(), torch.randn(2, 3, 16, 16)
-    _, found = explain_together([GradCAM(model, "features"), DeepLIFT(model)], x, 1)
+    _, found = Together(GradCAM(model, "features"), DeepLIFT(model)).attribute(x, 1)
     torch.testing.assert_close(found.values, DeepLIFT(model).attribute(x, 1).values)

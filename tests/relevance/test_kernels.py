@@ -119,6 +119,6 @@ def test_a_subclass_of_a_rule_is_computed_by_its_own_formula() -> None:
 
     model, x = _drawn("convolutions")
     usual = saliency.LRP(model, composite={"0.0": ZPlus()}).attribute(x, 1)
-    with pytest.warns(saliency.SaliencyWarning, match="missing from the ledger"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="missing from the ledger"):
         doubled = saliency.LRP(model, composite={"0.0": Doubled()}).attribute(x, 1)
     torch.testing.assert_close(doubled.values, 2 * usual.values)

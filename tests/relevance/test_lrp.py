@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import LRP, ExcitationBackprop, Preprocess, SaliencyWarning
+from saliency import LRP, ExcitationBackprop, Preprocess
+from saliency.errors import SaliencyWarning
 from saliency.hooks.autograd_graph import DispatchMode
 from saliency.hooks.operations import OperationRecord
 from saliency.relevance import (
@@ -742,7 +743,7 @@ class _Misshapen(Rule):
 def test_a_rule_of_a_wrong_shape_is_named_with_its_layer_and_shapes(key: str, place: str) -> None:
     network = _first_layers()["flat"]
     message = rf"_Misshapen\(\) at {place} returned \(2, 4\) for an input \(2, 90\)"
-    with pytest.raises(saliency.MethodError, match=message):
+    with pytest.raises(saliency.errors.MethodError, match=message):
         LRP(network, composite={key: _Misshapen()}).attribute(torch.rand(2, 3, 5, 6).double(), 1)
 
 

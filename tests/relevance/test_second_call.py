@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, NotApplicableError
+from saliency import METHODS
 from saliency.attribution.forward import Needs, SharedForward, TargetGradients
 from saliency.attribution.questions import Questions
+from saliency.errors import NotApplicableError
 from saliency.hooks import operations as tables
 from saliency.hooks.operations import SavedValues
 from saliency.relevance import propagation
@@ -220,7 +221,7 @@ def _outcome(method: saliency.Attribution, x: Tensor) -> Tensor | str:
         return str(refusal)
 
 
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_second_call_of_every_method_equals_the_first(name: str) -> None:
     for function, method in product(OPERATIONS[name], RECORDING):

@@ -56,7 +56,7 @@ def _network(name: str) -> tuple[nn.Module, Tensor]:
 def test_the_plain_walk_is_the_gradient(name: str) -> None:
     model, x = _network(name)
     methods = [PlainWalk(model), saliency.InputXGradient(model)]
-    walked, expected = saliency.explain_together(methods, x, TARGETS)
+    walked, expected = saliency.Together(*methods).attribute(x, TARGETS)
     assert error(walked.values, expected.values) < 1e-9
 
 
@@ -64,8 +64,8 @@ def test_the_plain_walk_is_the_gradient(name: str) -> None:
 def test_relevance_is_conserved_and_a_batch_is_its_images(name: str) -> None:
     model, x = _network(name)
     methods = [saliency.LRP(model), saliency.AttnLRP(model)]
-    batch = saliency.explain_together(methods, x, TARGETS)
-    single = saliency.explain_together(methods, x[1:], TARGETS[1])
+    batch = saliency.Together(*methods).attribute(x, TARGETS)
+    single = saliency.Together(*methods).attribute(x[1:], TARGETS[1])
     for whole, one in zip(batch, single, strict=True):
         assert whole.ledger is not None
         assert one.ledger is not None
@@ -197,7 +197,7 @@ class _WalkWithAllValues(PlainWalk):
 def test_the_ledger_does_not_depend_on_the_methods_that_share_the_forward(name: str) -> None:
     model, x = _drawn(_CONSERVED[name])
     alone = saliency.AttnLRP(model).attribute(x, TARGETS)
-    _, shared = saliency.explain_together([_WalkWithAllValues(model), saliency.AttnLRP(model)], x, TARGETS)
+    _, shared = saliency.Together(_WalkWithAllValues(model), saliency.AttnLRP(model)).attribute(x, TARGETS)
     assert shared.ledger_names == alone.ledger_names
     torch.testing.assert_close(shared.ledger, alone.ledger)
 
@@ -283,7 +283,7 @@ def test_operations_after_a_custom_function_have_their_rules(
     plain, _ = _drawn(_FUNCTIONS[name](lambda y: y * 1.0))
     is_walk = method is not saliency.FullGrad
     if is_walk and name != "weights":
-        with pytest.raises(saliency.NotApplicableError, match="no rule for the operation _StraightBackward"):
+        with pytest.raises(saliency.errors.NotApplicableError, match="no rule for the operation _StraightBackward"):
             method(model).attribute(x, TARGETS)
     options = {"unknown": "gradient"} if is_walk else {}
     found, expected = (method(each, **options).attribute(x, TARGETS).values for each in (model, plain))
@@ -297,14 +297,14 @@ def test_what_runs_in_a_thread_of_the_model_is_never_passed_by_gradient(method: 
             return threads.submit(F.gelu, y).result() * weight
 
     model, x = _drawn(function)
-    with pytest.raises(saliency.NotApplicableError, match=r"was not recorded.*thread"):
+    with pytest.raises(saliency.errors.NotApplicableError, match=r"was not recorded.*thread"):
         method(model, unknown="gradient").attribute(x, TARGETS)
 
 
 @pytest.mark.parametrize("name", _REFUSED)
 def test_an_operation_without_a_rule_is_refused_with_its_name(name: str) -> None:
     model, x = _drawn(_REFUSED[name])
-    with pytest.raises(saliency.NotApplicableError, match=f"no rule for the operation {name}"):
+    with pytest.raises(saliency.errors.NotApplicableError, match=f"no rule for the operation {name}"):
         saliency.LRP(model).attribute(x, TARGETS)
     by_gradient = saliency.LRP(model, unknown="gradient").attribute(x, TARGETS)
     assert " by gradient" in str(by_gradient.coverage)
@@ -415,7 +415,7 @@ def test_recurrent_networks_are_complete(
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_a_fused_lstm_is_refused_with_its_cure() -> None:
     model, x = _Rows(nn.LSTM).eval(), torch.randn(1, 3, 5, 6)
-    with pytest.raises(saliency.NotApplicableError, match=r"backends\.mkldnn\.flags\(enabled=False\)"):
+    with pytest.raises(saliency.errors.NotApplicableError, match=r"backends\.mkldnn\.flags\(enabled=False\)"):
         saliency.LRP(model).attribute(x, 1)
     with torch.backends.mkldnn.flags(enabled=False):
         assert bool(saliency.LRP(model).attribute(x, 1).values.any())
@@ -441,7 +441,7 @@ def test_a_reentrant_checkpoint_is_named(method: type[saliency.Attribution]) -> 
     model, x = _drawn(
         lambda y, weight: torch.utils.checkpoint.checkpoint(lambda y: y.tanh() * weight, y, use_reentrant=True)
     )
-    with pytest.raises(saliency.NotApplicableError, match="use_reentrant"):
+    with pytest.raises(saliency.errors.NotApplicableError, match="use_reentrant"):
         method(model).attribute(x[:1], 1)
 
 
@@ -474,7 +474,7 @@ def test_constants_per_channel_are_biases_and_others_are_tokens() -> None:
 
 def test_a_batch_that_the_model_takes_apart_is_refused_and_one_image_is_not() -> None:
     model, x = _drawn(lambda y, weight: torch.stack([torch.cat([part[:3] + weight[:3], part[3:]]) for part in y]))
-    with pytest.raises(saliency.NotApplicableError, match=r"\(3, 6, 6\).* 2 images"):
+    with pytest.raises(saliency.errors.NotApplicableError, match=r"\(3, 6, 6\).* 2 images"):
         saliency.AttnLRP(model).attribute(x, TARGETS)
     explanation = saliency.AttnLRP(model).attribute(x[:1], 1)
     assert explanation.residual is not None
@@ -518,11 +518,11 @@ def test_the_last_walk_frees_the_values_of_the_forward() -> None:
     method.attribute(x, TARGETS)
     assert len(method.values) > 4
     assert not method.alive
-    saliency.explain_together([method, saliency.IntegratedGradients(model, steps=2)], x, TARGETS)
+    saliency.Together(method, saliency.IntegratedGradients(model, steps=2)).attribute(x, TARGETS)
     assert not method.alive
     method.attribute_classes(x, [1, 2])
     assert not method.alive
-    saliency.explain_together([method, saliency.VanillaGradient(model)], x, TARGETS)
+    saliency.Together(method, saliency.VanillaGradient(model)).attribute(x, TARGETS)
     assert method.alive == len(method.values)
 
 

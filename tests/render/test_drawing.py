@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import ConnectionPatch
 from PIL import Image
 
-from saliency import Matches, contact_sheet, draw_ledger, draw_matches, figure, ledger_table
+from saliency import Matches, contact_sheet, figure, ledger_table
 from saliency.attribution.explanation import Explanation, Sign, joined
 from saliency.attribution.heatmap import heatmap, significance, standard_error
 from saliency.errors import RenderError
@@ -115,7 +115,6 @@ DRAWN: dict[str, Callable[[Any], object]] = {
     "cutout": cutout,
     "heatmap": heatmap,
     "figure": lambda given: figure([given]),
-    "draw_ledger": draw_ledger,
     "ledger_table": ledger_table,
     "shared_limit": shared_limit,
     "contact_sheet": lambda given: contact_sheet([[given]]),
@@ -334,7 +333,7 @@ def matches(values: torch.Tensor) -> Matches:
 def test_lines_join_the_strongest_cells_by_their_magnitude_and_sign() -> None:
     values = torch.zeros(4, 4, 6, 6)
     values[0, 3, 5, 4], values[2, 0, 0, 1], values[0, 0, 0, 5] = 2.0, -1.0, 0.01
-    drawn = draw_matches(matches(values), count=2)
+    drawn = figure(matches(values), count=2)
     weak, strong = drawn.artists
     assert isinstance(weak, ConnectionPatch)
     assert isinstance(strong, ConnectionPatch)
@@ -345,13 +344,13 @@ def test_lines_join_the_strongest_cells_by_their_magnitude_and_sign() -> None:
     assert red[0] > red[2]
     assert blue[2] > blue[0]
     assert "cosine similarity 0.8" in drawn.get_suptitle()
-    assert not draw_matches(matches(0 * values)).artists
+    assert not figure(matches(0 * values)).artists
 
 
 def test_of_the_matches_between_neighbours_the_strongest_is_drawn() -> None:
     values = torch.zeros(4, 4, 4, 4)
     values[1, 1, 2, 2], values[0, 1, 3, 3], values[1, 1, 0, 2] = 3.0, -2.0, 1.0
-    weak, strong = draw_matches(matches(values)).artists
+    weak, strong = figure(matches(values)).artists
     assert isinstance(weak, ConnectionPatch)
     assert isinstance(strong, ConnectionPatch)
     assert (weak.xy2, strong.xy2) == ((37.0, 7.0), (37.0, 37.0))
@@ -359,7 +358,7 @@ def test_of_the_matches_between_neighbours_the_strongest_is_drawn() -> None:
 
 def test_the_lines_of_a_saved_figure_are_on_both_images(tmp_path: Path) -> None:
     values = torch.zeros(1, 1, 1, 1) + 1
-    draw_matches(matches(values)).savefig(tmp_path / "matches.png")
+    figure(matches(values)).savefig(tmp_path / "matches.png")
     pixels = pixels_of(Image.open(tmp_path / "matches.png").convert("RGB")).astype(int)
     columns = ((pixels[..., 0] - pixels[..., 1:].max(-1)) > 80).any(0).nonzero()[0]
     assert columns[0] < 0.3 * pixels.shape[1]
@@ -370,6 +369,6 @@ def test_the_lines_of_a_saved_figure_are_on_both_images(tmp_path: Path) -> None:
 def test_matches_without_images_or_with_a_wrong_count_are_refused() -> None:
     values = torch.zeros(2, 2, 2, 2)
     with pytest.raises(RenderError, match="pass their paths or PIL images"):
-        draw_matches(Matches(values, 0.8, "cosine", "lrp", (None, None)))
+        figure(Matches(values, 0.8, "cosine", "lrp", (None, None)))
     with pytest.raises(RenderError, match="count"):
-        draw_matches(matches(values), count=0)
+        figure(matches(values), count=0)

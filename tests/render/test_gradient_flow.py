@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
-from saliency import RenderError, gradient_flow
+from saliency import figure
+from saliency.errors import RenderError
 from saliency.inspection import GradientStatistics, LayerGradients, gradient_statistics
 from saliency.testing import images, tiny_model
 
@@ -78,7 +79,7 @@ def test_a_gradient_that_vanishes_falls_to_the_left_and_one_that_explodes_rises(
         if scale is not None and parameter.dim() > 1:
             nn.init.normal_(parameter, 0, scale)
     statistics = gradient_statistics(model, torch.randn(4, 32), 0)
-    axes = drawn(gradient_flow(statistics))
+    axes = drawn(figure(statistics))
     assert heights(axes) == [row.norm for row in statistics]
     first, last = np.log10(heights(axes)[0]), np.log10(heights(axes)[-1])
     assert sign * (last - first) > 3
@@ -104,7 +105,7 @@ def test_a_gradient_that_vanishes_falls_to_the_left_and_one_that_explodes_rises(
     ],
 )
 def test_every_case_is_drawn_without_a_warning(values: list[float | None]) -> None:
-    axes = drawn(gradient_flow(made(values)))
+    axes = drawn(figure(made(values)))
     low, high = axes.get_ylim()
     assert 0 < low < high < math.inf
     for value, height in zip(values, heights(axes), strict=True):
@@ -116,7 +117,7 @@ def test_every_case_is_drawn_without_a_warning(values: list[float | None]) -> No
 
 
 def test_what_is_zero_nan_or_missing_has_a_mark_of_its_own_on_the_edge() -> None:
-    axes = drawn(gradient_flow(made([None, 0.0, math.nan, 1e-9, 1.0, 1e9, math.nan])))
+    axes = drawn(figure(made([None, 0.0, math.nan, 1e-9, 1.0, 1e9, math.nan])))
     assert marked(axes) == {"zero": [1], "NaN or infinity": [2, 6], "no gradient": [0]}
     at = {str(line.get_label()): float(np.asarray(line.get_ydata())[0]) for line in axes.lines[1:]}
     assert (at["zero"], at["no gradient"], at["NaN or infinity"]) == (0, 0, 1)
@@ -129,29 +130,29 @@ def test_what_is_zero_nan_or_missing_has_a_mark_of_its_own_on_the_edge() -> None
 def test_points_are_the_innermost_layers_in_forward_order() -> None:
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Identity(), nn.ReLU()), nn.Flatten(), nn.Linear(784, 5))
     statistics = gradient_statistics(model, images(2))
-    axes = drawn(gradient_flow(statistics))
+    axes = drawn(figure(statistics))
     assert [each.get_text() for each in axes.get_xticklabels()] == ["0.0 Conv2d", "0.2 ReLU", "1 Flatten", "2 Linear"]
     assert heights(axes) == [statistics[name].norm for name in ("0.0", "0.2", "1", "2")]
     containers = gradient_statistics(model, images(2), layers="0")
-    assert [each.get_text() for each in gradient_flow(containers).axes[0].get_xticklabels()] == ["0 Sequential"]
+    assert [each.get_text() for each in figure(containers).axes[0].get_xticklabels()] == ["0 Sequential"]
     alone = gradient_statistics(nn.Sequential(nn.Identity()), images(2), lambda output: output.sum())
-    assert len(heights(drawn(gradient_flow(alone)))) == 1
+    assert len(heights(drawn(figure(alone)))) == 1
     itself = gradient_statistics(nn.Linear(3, 2), torch.randn(1, 3))
-    assert [each.get_text() for each in gradient_flow(itself).axes[0].get_xticklabels()] == ["Linear"]
+    assert [each.get_text() for each in figure(itself).axes[0].get_xticklabels()] == ["Linear"]
     both = gradient_statistics(model, images(2), layers=[model, "0.0", "2"])
     assert [each.name for each in both] == ["", "0.0", "2"]
-    assert [each.get_text() for each in gradient_flow(both).axes[0].get_xticklabels()] == ["0.0 Conv2d", "2 Linear"]
+    assert [each.get_text() for each in figure(both).axes[0].get_xticklabels()] == ["0.0 Conv2d", "2 Linear"]
 
 
 def test_calls_of_one_layer_are_told_apart() -> None:
-    axes = drawn(gradient_flow(gradient_statistics(tiny_model(), images(2))))
+    axes = drawn(figure(gradient_statistics(tiny_model(), images(2))))
     names = [each.get_text() for each in axes.get_xticklabels()]
     assert names == ["stem", "norm", "relu (1)", "down", "drop", "last", "relu (2)", "pool", "head"]
 
 
 @pytest.mark.parametrize("count", [1, 28, 29, 1000])
 def test_names_are_thinned_out_until_they_can_be_read(count: int) -> None:
-    axes = drawn(gradient_flow(made([1.0] * count)))
+    axes = drawn(figure(made([1.0] * count)))
     names = [each.get_text() for each in axes.get_xticklabels()]
     assert min(count, 10) <= len(names) <= 28
     assert names == [f"layer{round(float(at))}" for at in axes.get_xticks()]
@@ -159,7 +160,7 @@ def test_names_are_thinned_out_until_they_can_be_read(count: int) -> None:
 
 def test_what_makes_a_weight_is_no_point_on_the_way_of_the_gradient() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.ReLU())
-    axes = gradient_flow(gradient_statistics(model, torch.randn(2, 4), 0)).axes[0]
+    axes = figure(gradient_statistics(model, torch.randn(2, 4), 0)).axes[0]
     assert [each.get_text() for each in axes.get_xticklabels()] == ["0 ParametrizedLinear", "1 ReLU"]
 
 
@@ -167,20 +168,20 @@ def test_names_with_a_dollar_are_names_and_no_formulas() -> None:
     model = nn.Sequential()
     model.add_module("a$x", nn.Linear(3, 3))
     model.add_module("b$_{", nn.Linear(3, 3))
-    axes = drawn(gradient_flow(gradient_statistics(model, torch.randn(2, 3))))
+    axes = drawn(figure(gradient_statistics(model, torch.randn(2, 3))))
     assert [each.get_text() for each in axes.get_xticklabels()] == ["a$x", "b$_{"]
 
 
 @pytest.mark.parametrize("size", [(4.0, 3.0), (16.0, 5.0)])
 def test_the_size_is_in_inches(size: tuple[float, float]) -> None:
-    drawing = gradient_flow(gradient_statistics(tiny_model(), images(2)), size=size)
+    drawing = figure(gradient_statistics(tiny_model(), images(2)), size=size)
     assert tuple(drawing.get_size_inches()) == size
     assert rendered(drawing).size == (60 * size[0], 60 * size[1])
 
 
 def test_nothing_to_draw_is_an_error_that_says_so() -> None:
     with pytest.raises(RenderError, match="there are no layers in these statistics"):
-        gradient_flow(made([]))
+        figure(made([]))
 
 
 @pytest.mark.slow
@@ -190,9 +191,9 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
         # To ask for the backend is to import pyplot.
         "state = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "before = state()\n"
-        "from saliency import gradient_flow\n"
+        "from saliency import figure\n"
         "from saliency.inspection import gradient_statistics\n"
-        "gradient_flow(gradient_statistics(torch.nn.Linear(3, 2), torch.ones(1, 3))).savefig(io.BytesIO())\n"
+        "figure(gradient_statistics(torch.nn.Linear(3, 2), torch.ones(1, 3))).savefig(io.BytesIO())\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert state() == before\n"
     )
@@ -203,5 +204,5 @@ def test_drawing_leaves_pyplot_and_the_styles_alone() -> None:
 def test_the_statistics_are_not_changed() -> None:
     statistics = gradient_statistics(tiny_model(), images(1))
     before = statistics.rows
-    gradient_flow(statistics)
+    figure(statistics)
     assert statistics.rows == before

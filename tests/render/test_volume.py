@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency import Explanation, RenderError
+from saliency import Explanation
 from saliency.attribution.explanation import Sign
 from saliency.attribution.heatmap import heatmap
+from saliency.errors import RenderError
 from saliency.render.scaling import color_table, smoothed
 from tests.drawing import explained
 

@@ -11,7 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import GradCAM, Preprocess, TargetError, VanillaGradient
+from saliency import GradCAM, Preprocess, VanillaGradient
+from saliency.errors import TargetError
 from saliency.evaluation.metrics.base import Subject
 from saliency.io.geometry import Frame, Geometry
 from saliency.methods import METHODS
@@ -385,7 +386,7 @@ def test_a_planted_object_comes_back_on_the_image(name: str, relative: bool) -> 
     prepare = PREPROCESSINGS[name]
     method = VanillaGradient(FindsBright(relative), preprocess=prepare)
     target = saliency.box(box=PLANTED, link="sigmoid")
-    with pytest.warns(saliency.SaliencyWarning, match="0 everywhere|at most"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="0 everywhere|at most"):
         explanation = method.attribute(planted(), target)
     frame = explanation.frames[0]
     assert frame is not None
@@ -400,7 +401,7 @@ def test_a_planted_object_comes_back_under_processors_of_transformers(name: str)
     transformers = pytest.importorskip("transformers")
     processor = getattr(transformers, name)()
     method = VanillaGradient(FindsBright(relative=True), preprocess=processor)
-    with pytest.warns(saliency.SaliencyWarning, match="0 everywhere|at most"):
+    with pytest.warns(saliency.errors.SaliencyWarning, match="0 everywhere|at most"):
         explanation = method.attribute(planted(), saliency.box(box=PLANTED, link="sigmoid"))
     assert np.abs(np.subtract(found(explanation.target_names[0].rpartition(",")[0]), PLANTED)).max() <= 2
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saliency import Candidates, TargetError
+from saliency import Candidates
+from saliency.errors import TargetError
 from saliency.io.geometry import Geometry
 from saliency.targets.candidates import ABSENT, Detections, candidates, iou
 

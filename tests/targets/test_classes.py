@@ -19,10 +19,7 @@ import saliency
 from saliency import (
     METHODS,
     Explanation,
-    NonFiniteError,
-    SaliencyError,
     SmoothGrad,
-    TargetError,
     VanillaGradient,
     contrast,
     probability,
@@ -32,6 +29,7 @@ from saliency import (
     value,
 )
 from saliency.attribution.questions import Questions
+from saliency.errors import NonFiniteError, SaliencyError, TargetError
 from saliency.render.blending import probability as probability_text
 from saliency.targets.classes import as_target, output_tensor
 from saliency.targets.question import Images
@@ -806,7 +804,7 @@ LISTS: dict[str, tuple[Callable[[nn.Module], nn.Module], list[Any]]] = {
 
 
 # Each method with every other kind, and each kind with every other method.
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

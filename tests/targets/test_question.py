@@ -20,13 +20,12 @@ from saliency import (
     GradCAM,
     GuidedBackprop,
     IntegratedGradients,
-    MethodError,
     PerImage,
     SmoothGrad,
-    TargetError,
     Tiled,
     VanillaGradient,
 )
+from saliency.errors import MethodError, TargetError
 from saliency.metrics import measure
 from saliency.testing import tiny_model
 from saliency.testing.case import images
@@ -117,7 +116,7 @@ def test_values_for_other_images_are_refused_also_together_and_in_wrappers() -> 
     for call in (
         lambda: three.attribute(x, 1),
         lambda: SmoothGrad(three, passes=2).attribute(x, 1),
-        lambda: saliency.explain_together([GradCAM(model), three], x, 1),
+        lambda: saliency.Together(GradCAM(model), three).attribute(x, 1),
     ):
         with pytest.raises(MethodError, match="baseline has 3 values for 2 images"):
             call()

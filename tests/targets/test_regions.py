@@ -11,7 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import LayerError, Preprocess, TargetError, VanillaGradient
+from saliency import Preprocess, VanillaGradient
+from saliency.errors import LayerError, TargetError
 from saliency.evaluation.metrics.base import Subject
 from saliency.inspection import record
 from saliency.methods import METHODS

@@ -17,7 +17,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import saliency
-from saliency import DualEncoder, GradCAM, ModelError, SaliencyWarning, TargetError, VanillaGradient, similarity, text
+from saliency import DualEncoder, GradCAM, VanillaGradient, similarity, text
+from saliency.errors import ModelError, SaliencyWarning, TargetError
 from saliency.evaluation.metrics.base import Subject
 from saliency.inspection import gradient_statistics
 from saliency.testing import Snapshot
@@ -148,7 +149,7 @@ def test_a_text_that_is_too_long_warns_with_the_number_of_tokens_that_are_cut(na
         cut = GradCAM(model).attribute(x, text(too_long)).scores
     torch.testing.assert_close(cut, scores)
     with pytest.warns(SaliencyWarning, match="ignores the last 1 token of"):
-        saliency.explain_text(model, x[:1], f"{fits} dog", "input_x_gradient")
+        saliency.token_importance(model, x[:1], f"{fits} dog", "input_x_gradient")
     with pytest.warns(SaliencyWarning, match="ignores the last") as caught:
         GradCAM(model).attribute(x, text([fits, f"{fits} a", f"{fits} dog cat"], against=["a dog", [f"{fits} cat"]]))
     assert [str(warning.message).split('"')[1] for warning in caught] == [
@@ -188,7 +189,7 @@ NEED_ONE_SIGN = {"chefer_lrp"}
 NEED_RELU = {"guided_backprop", "deconvnet", "rectgrad", "guided_grad_cam"}
 
 
-@pytest.mark.filterwarnings("ignore::saliency.SaliencyWarning")
+@pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 @pytest.mark.parametrize("method", of_each_family())
 @pytest.mark.parametrize("name", ["open_clip ResNet", "transformers CLIP"])
 def test_every_method_explains_a_text_and_a_reference(name: str, method: str) -> None:
@@ -204,7 +205,7 @@ def test_every_method_explains_a_text_and_a_reference(name: str, method: str) ->
     }
     for label, target in targets.items():
         if method in refused:
-            with pytest.raises(saliency.NotApplicableError):
+            with pytest.raises(saliency.errors.NotApplicableError):
                 cls(model, **options).attribute(x[0], target)
         else:
             found = cls(model, **options).attribute(x[0], target)
@@ -223,7 +224,7 @@ def test_relevance_and_its_ledger_sum_to_the_log_odds(name: str) -> None:
 def test_several_methods_share_a_forward_for_a_text(clip: tuple[Any, Tensor]) -> None:
     model, x = clip
     methods = [GradCAM(model), VanillaGradient(model)]
-    for method, found in zip(methods, saliency.explain_together(methods, x, text("a cat")), strict=True):
+    for method, found in zip(methods, saliency.Together(*methods).attribute(x, text("a cat")), strict=True):
         torch.testing.assert_close(found.values, method.attribute(x, text("a cat")).values)
 
 

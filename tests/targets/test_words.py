@@ -110,14 +110,14 @@ def test_words_are_listed_with_their_tokens() -> None:
     ],
 )
 def test_words_that_are_not_in_the_answer_are_refused(target: Target, message: str) -> None:
-    with pytest.raises(saliency.TargetError, match=message):
+    with pytest.raises(saliency.errors.TargetError, match=message):
         asked(target)
 
 
 def test_arguments_of_other_types_are_refused() -> None:
-    with pytest.raises(saliency.TargetError, match="text=3: expected a text"):
+    with pytest.raises(saliency.errors.TargetError, match="text=3: expected a text"):
         saliency.words(3)  # type: ignore[arg-type]
-    with pytest.raises(saliency.TargetError, match="at='red'"):
+    with pytest.raises(saliency.errors.TargetError, match="at='red'"):
         saliency.words(at="red")  # type: ignore[arg-type]
-    with pytest.raises(saliency.TargetError, match=r"pass saliency.generate\(...\) instead of an image"):
+    with pytest.raises(saliency.errors.TargetError, match=r"pass saliency.generate\(...\) instead of an image"):
         saliency.VanillaGradient(torch.nn.Flatten()).attribute(torch.randn(1, 3, 4, 4), saliency.words("red"))

@@ -19,7 +19,8 @@ from benchmarks.train_testbed import (
     right_order,
     word_falls,
 )
-from saliency import DualEncoder, ModelError, TargetError
+from saliency import DualEncoder
+from saliency.errors import ModelError, TargetError
 from saliency.testbed import CaptionProcessor, Task, draw_scenes
 from saliency.testbed.networks import NETWORKS, Tokenizer, weights_file
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from saliency import MethodError
+from saliency.errors import MethodError
 from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, draw_scenes
 
 SCENES = draw_scenes(200, seed=3)

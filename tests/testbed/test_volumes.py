@@ -10,7 +10,8 @@ import torch
 import saliency
 from benchmarks import testbed
 from benchmarks.train_testbed import volume_accuracy
-from saliency import METHODS, MethodError, NotApplicableError
+from saliency import METHODS
+from saliency.errors import MethodError, NotApplicableError
 from saliency.testbed import SOLIDS, Volumes, draw_volumes
 from tests.selection import of_each_family
 

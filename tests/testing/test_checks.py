@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, Attribution, GradCAM, NotApplicableError, TargetError
+from saliency import METHODS, Attribution, GradCAM
 from saliency.attribution.base import get_method, source, summary
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
+from saliency.errors import NotApplicableError, TargetError
 from saliency.methods.cam import WeightedCAM
 from saliency.metrics import Metric, Outcome
 from saliency.model.call import leaf, run_model
@@ -418,7 +419,7 @@ BROKEN: list[tuple[type[Attribution], str, str]] = [
 
 # These end in an exception of their own, which pytest and check_method report as it is.
 FAILING: list[tuple[type[Attribution], str, type[Exception]]] = [
-    (ReturnsNaN, "result", saliency.NonFiniteError),
+    (ReturnsNaN, "result", saliency.errors.NonFiniteError),
     (NeedsNoise, "constant_image", ZeroDivisionError),
     (FailsOnSmallInput, "one_pixel", RuntimeError),
     (ReadsTheTensorItself, "named_outputs", TypeError),
@@ -494,14 +495,14 @@ def test_the_checks_do_not_move_the_random_state_themselves() -> None:
 
 
 def test_inputs_drawn_from_a_generator_that_moves_are_found_without_a_lack_of_memory() -> None:
-    class MovingGenerator(saliency.SampledAttribution):
+    class MovingGenerator(saliency.extending.SampledAttribution):
         """The mean gradient over copies with a random brightness, drawn one after the other."""
 
         name = "moving_generator"
         preview_options: ClassVar = {"passes": 4}
 
         def explain_image(self, passes: Any, score: Tensor) -> Any:
-            estimate, source = saliency.Estimate(), saliency.generator(self.seed, 0)
+            estimate, source = saliency.extending.Estimate(), saliency.extending.generator(self.seed, 0)
             x: Tensor = passes.x
 
             def make(start: int, stop: int) -> Tensor:
@@ -510,22 +511,22 @@ def test_inputs_drawn_from_a_generator_that_moves_are_found_without_a_lack_of_me
 
             for done in passes.gradients(make, self.most_passes):
                 estimate.add(done.gradients)
-            return saliency.from_estimate(estimate, x)
+            return saliency.extending.from_estimate(estimate, x)
 
-    with pytest.raises(AssertionError, match="must return the same inputs for the same pass numbers"):
+    with pytest.raises(AssertionError, match="must return the same inputs for the same passes"):
         dict(checks(MovingGenerator))["chunk_size_does_not_matter"]()
 
 
 def test_more_backward_passes_than_declared_are_named() -> None:
-    class TwoBackwards(saliency.TracedAttribution):
+    class TwoBackwards(saliency.extending.TracedAttribution):
         """The gradient, computed twice."""
 
         name = "two_backwards"
-        needs = saliency.Needs(backwards=1)
+        needs = saliency.extending.Needs(backwards=1)
 
         def explain_gradients(self, grads: Any, layers: tuple[str, ...]) -> Any:
             grads.rewritten_gradient([])
-            return saliency.BatchAttribution(grads.input_gradient(), grads.scores)
+            return saliency.extending.BatchAttribution(grads.input_gradient(), grads.scores)
 
     with pytest.raises(AssertionError, match=r"result: MethodError: more backward passes than .* `needs` declare"):
         check_method(TwoBackwards)
@@ -547,7 +548,7 @@ class Returns(saliency.VanillaGradient):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda result: result.values, "Returns returned Tensor; expected saliency.BatchAttribution"),
+        (lambda result: result.values, "Returns returned Tensor; expected saliency.extending.BatchAttribution"),
         (lambda result: replace(result, values=result.values.sum(1)), r"values \(2, 16, 16\) and scores \(2,\) for 2"),
         (lambda result: replace(result, values=result.values[:1]), r"values \(1, 3, 16, 16\)"),
         (lambda result: replace(result, scores=result.scores.sum()), r"scores \(\) for 2 images"),
@@ -561,18 +562,18 @@ def test_a_method_that_returns_something_else_is_told_what_to_return(
     change: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Returns, "change", staticmethod(change))
-    with pytest.raises(saliency.MethodError, match=message):
+    with pytest.raises(saliency.errors.MethodError, match=message):
         Returns(tiny_model()).attribute(images(2), 1)
-    with pytest.raises(saliency.MethodError, match=message):
-        saliency.explain_together([Returns(tiny_model())], images(2), 1)
+    with pytest.raises(saliency.errors.MethodError, match=message):
+        saliency.Together(Returns(tiny_model())).attribute(images(2), 1)
 
 
 def test_a_method_of_many_passes_that_returns_a_tensor_is_told_what_to_return() -> None:
-    class OnePass(saliency.MultiPassAttribution):
+    class OnePass(saliency.extending.MultiPassAttribution):
         def explain_image(self, passes: Any, score: Tensor) -> Any:
             return passes.x[0]
 
-    with pytest.raises(saliency.MethodError, match="explain_image returned Tensor"):
+    with pytest.raises(saliency.errors.MethodError, match="explain_image returned Tensor"):
         OnePass(tiny_model()).attribute(images(2), 1)
 
 
@@ -590,5 +591,5 @@ def test_a_metric_that_returns_something_else_is_told_what_to_return(outcome: An
             return outcome
 
     explanation = saliency.VanillaGradient(tiny_model()).attribute(images(2), 1)
-    with pytest.raises(saliency.MethodError, match=message):
+    with pytest.raises(saliency.errors.MethodError, match=message):
         Constant().measure(explanation)

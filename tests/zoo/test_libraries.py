@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import saliency
-from saliency import ModelError, zoo
+from saliency import zoo
+from saliency.errors import ModelError
 from tests.batchwork import Tiny
 
 CODE = """

@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency import DependencyError, DualEncoder, ModelError
+from saliency import DualEncoder
 from saliency.batch import BatchError, batch
+from saliency.errors import DependencyError, ModelError
 from tests.dual_encoders import TOWER, tokenizer
 from tests.dual_encoders import config as clip_config
 

@@ -499,8 +499,8 @@ def measure(
     Args:
         metrics: Metrics, or their names in `METRICS`.
         explanation: The explanation of one image or more.
-        chunk: As for `saliency.MultiPassAttribution`.
-        progress: As for `saliency.MultiPassAttribution`.
+        chunk: As for `saliency.extending.MultiPassAttribution`.
+        progress: As for `saliency.extending.MultiPassAttribution`.
         **context: Data that the metrics need, as for `Subject`: `method` or `model`, and `inputs`, `target`,
             `masks`, `reference`, `score`, `seed`, `controls`, `random_controls`, `shared`.
 

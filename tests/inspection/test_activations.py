@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from saliency.errors import ImageError, LayerError, NotApplicableError
+from saliency.inspection import activations
 from saliency.inspection.edit import edit_activations
-from saliency.inspection.features import extract_features
 from saliency.testing import Snapshot
 from tests.models import Argmax
 
@@ -68,7 +68,7 @@ def loader(n: int = 23, batch: int = 5) -> Any:
 def test_one_batch_gives_the_rows_of_each_layer_in_memory() -> None:
     model, (x, _) = Net(), data(3)
     before = Snapshot(model=model, x=x)
-    features = extract_features(model, x, LAYERS)
+    features = activations(model, x, LAYERS)
     assert not before.changes()
     assert list(features) == LAYERS
     for name, rows in expected(model, x).items():
@@ -79,13 +79,13 @@ def test_one_batch_gives_the_rows_of_each_layer_in_memory() -> None:
 
 def test_a_loader_gives_the_rows_of_one_large_batch() -> None:
     model, (x, _) = Net(), data()
-    features = extract_features(model, loader(), LAYERS)
+    features = activations(model, loader(), LAYERS)
     for name, rows in expected(model, x).items():
         assert torch.allclose(features[name], rows, atol=1e-6), name
 
 
 def test_features_are_saved_as_safetensors_as_they_are(tmp_path: Path) -> None:
-    features = extract_features(Net(), loader(), ["fc", "conv"], pool=Tensor.half)
+    features = activations(Net(), loader(), ["fc", "conv"], pool=Tensor.half)
     save_file(features, tmp_path / "features.safetensors")
     read = load_file(tmp_path / "features.safetensors")
     assert all(torch.equal(read[name], rows) for name, rows in features.items())
@@ -100,16 +100,16 @@ def test_pool_makes_rows_of_what_has_none() -> None:
     x, _ = data(2)
     model = nn.Sequential(Tokens())
     with pytest.raises(LayerError, match=r'"0" returns \(36, 2, 3\) for 2 images, not one row per image; use pool'):
-        extract_features(model, x, "0")
-    rows = extract_features(model, x, "0", pool=lambda tokens: tokens.mean(0))["0"]
+        activations(model, x, "0")
+    rows = activations(model, x, "0", pool=lambda tokens: tokens.mean(0))["0"]
     assert torch.allclose(rows, x.mean((2, 3)))
 
 
 def test_the_features_of_an_edited_network_are_the_edited_ones() -> None:
     model, (x, _) = Net(), data(2)
     with edit_activations(model, "conv", lambda maps: maps.index_fill(1, torch.tensor(1), 0)):
-        edited = extract_features(model, x, "conv")["conv"]
-    plain = extract_features(model, x, "conv")["conv"]
+        edited = activations(model, x, "conv")["conv"]
+    plain = activations(model, x, "conv")["conv"]
     assert not edited[:, 1].any()
     assert torch.equal(edited[:, [0, 2, 3]], plain[:, [0, 2, 3]])
 
@@ -117,17 +117,17 @@ def test_the_features_of_an_edited_network_are_the_edited_ones() -> None:
 def test_what_does_not_fit_is_an_error_that_says_so() -> None:
     model, (x, _) = Net(), data(2)
     with pytest.raises(LayerError, match='"unused" was not called'):
-        extract_features(model, x, "unused")
+        activations(model, x, "unused")
     with pytest.raises(LayerError, match='no layer "fd"'):
-        extract_features(model, x, "fd")
+        activations(model, x, "fd")
     with pytest.raises(LayerError, match=r'"conv" returns rows \(4, 5, 5\) in batch 1.*\(4, 6, 6\)'):
-        extract_features(model, [x, x[..., :5, :5]], "conv")
+        activations(model, [x, x[..., :5, :5]], "conv")
     with pytest.raises(LayerError, match="returns no floating-point tensor"):
-        extract_features(nn.Sequential(nn.Flatten(), Argmax()), x, "1")
+        activations(nn.Sequential(nn.Flatten(), Argmax()), x, "1")
     with pytest.raises(ImageError, match="no image"):
-        extract_features(model, iter([]), "fc")
+        activations(model, iter([]), "fc")
     with pytest.raises(ImageError, match="no image"):
-        extract_features(model, x[:0], "fc")
+        activations(model, x[:0], "fc")
 
 
 def test_layers_inside_torchscript_are_refused_and_not_said_to_be_idle() -> None:
@@ -135,8 +135,8 @@ def test_layers_inside_torchscript_are_refused_and_not_said_to_be_idle() -> None
     trace: Any = torch.jit.trace
     model = nn.Sequential(trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), x), nn.Linear(3, 1))
     with pytest.raises(NotApplicableError, match=r'layer "0\.0" is scripted or inside a TorchScript module'):
-        extract_features(model, x, "0.0")
-    assert torch.equal(extract_features(model, x, "0")["0"], model[0](x))
+        activations(model, x, "0.0")
+    assert torch.equal(activations(model, x, "0")["0"], model[0](x))
 
 
 def test_the_data_is_left_as_it_was_and_no_gradient_is_recorded() -> None:
@@ -146,11 +146,11 @@ def test_the_data_is_left_as_it_was_and_no_gradient_is_recorded() -> None:
             return x.mul_(2).add_(mask.mul_(2))
 
     model, x, mask = Greedy(), torch.ones(2, 3), torch.ones(2, 3)
-    assert extract_features(model, {"x": x, "mask": mask}, "")[""].tolist() == [[4, 4, 4]] * 2
+    assert activations(model, {"x": x, "mask": mask}, "")[""].tolist() == [[4, 4, 4]] * 2
     assert not model.records
     assert x.tolist() == mask.tolist() == [[1, 1, 1]] * 2
     plain = nn.Sequential(nn.ReLU(inplace=True))
-    extract_features(plain, -x, "0")
+    activations(plain, -x, "0")
     negative = -x
-    extract_features(plain, [negative], "0")
+    activations(plain, [negative], "0")
     assert negative.tolist() == [[-1, -1, -1]] * 2

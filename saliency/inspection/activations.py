@@ -1,4 +1,4 @@
-"""Extract the activations of layers for a data set."""
+"""Activations of layers for a data set."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .arguments import LayersLike, ModelCall, model_calls, require_hookable, sel
 Pool = Callable[[Tensor], Tensor] | None
 
 
-def extract_features(model: nn.Module, data: Any, layers: LayersLike, *, pool: Pool = None) -> dict[str, Tensor]:
+def activations(model: nn.Module, data: Any, layers: LayersLike, *, pool: Pool = None) -> dict[str, Tensor]:
     """Return the outputs of layers, one row per image.
 
-        features = extract_features(model, loader, ["layer3", "layer4"], pool=lambda maps: maps.mean((2, 3)))
-        safetensors.torch.save_file(features, "features.safetensors")
+        rows = activations(model, loader, ["layer3", "layer4"], pool=lambda maps: maps.mean((2, 3)))
+        safetensors.torch.save_file(rows, "features.safetensors")
 
-    The model runs once over the data, in evaluation mode and without gradients. The features stay in memory; if they do
-    not fit, extract and save one batch of the loader after another.
+    The model runs once over the data, in evaluation mode and without gradients. The rows stay in memory; if they do not
+    fit, compute and save one batch of the loader after another.
 
     Args:
         model: Any module.

@@ -1,0 +1,34 @@
+"""Public names of a module that load on first use, in the order of its stub file."""
+
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+
+def attach(
+    module: str, file: str, hint: Callable[[str, list[str]], str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a module, which lists and loads the names of its stub file.
+
+    Args:
+        module: The name of the module, which lies in the package `saliency`.
+        file: The path of the module, with the stub next to it.
+        hint: The end of the error about an unknown name, given the name and the public names.
+    """
+    stub = Path(file).with_suffix(".pyi").read_text("utf-8")
+    homes = {name: home for home, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", stub, re.MULTILINE)}
+    names = list(homes)
+
+    def load(name: str) -> object:
+        if name not in homes:
+            # Without an object, the traceback adds no suggestion of its own.
+            raise AttributeError(f'{module} has no "{name}"{hint(name, names)}', name=name, obj=None)
+        if homes[name] == ".":
+            return import_module(f".{name}", "saliency")
+        value: object = getattr(import_module(homes[name], "saliency"), name)
+        vars(sys.modules[module])[name] = value
+        return value
+
+    return load, names.copy, names

@@ -1,0 +1,125 @@
+"""`figure`, which draws any result of the toolkit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
+
+from ..aliases import option_hint
+from ..attribution.explanation import Explanation, Matches
+from ..attribution.features import Features
+from .blending import Opacity
+from .figure import draw_features, draw_maps, draw_matches
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..evaluation.ledger import LedgerRow
+    from ..evaluation.trust import Property
+    from ..inspection.attention_record import LayerAttention, Query
+    from ..inspection.statistics import LayerGradients
+
+    Entry: TypeAlias = Explanation | Sequence[Explanation] | LayerAttention | LayerGradients | LedgerRow | Property
+
+
+class FigureOptions(TypedDict, total=False):
+    """Options of `figure`. Each belongs to one kind of result."""
+
+    columns: int | None
+    title: str | None
+    opacity: Opacity
+    colormap: str | None
+    smoothing: float
+    shared: bool
+    label: str | None
+    foreground: bool
+    count: int
+    query: Query
+    image: int
+    size: tuple[float, float]
+
+
+def figure(result: Explanation | Features | Matches | Iterable[Entry], **options: Unpack[FigureOptions]) -> Figure:
+    """Draw a result: explanations, or what `features`, `matches`, `attention`, `trust` and other functions return.
+
+    - Explanations: each image once, then its maps side by side, each with a colour bar in the map's units.
+      Explanations of the same image stand next to each other. The bar shows the colours before they are mixed with the
+      image. A pointed end marks values beyond it. Lists of explanations are rows, as for `contact_sheet`.
+    - `Features`: one column per image, the image and the principal components of its features in colours. The colours
+      of all images have one scale.
+    - `Matches`: both images, and lines between the cells that match most. The width of a line is proportional to the
+      magnitude of its match. Red matches raise the similarity, blue ones lower it. The strongest is on top. If matches
+      are neighbours in both images, only the strongest is drawn.
+    - A list of `LayerAttention`: one row per layer and one column per head, with the attention of a query to each patch
+      of an image. Each panel has its own scale. Its title has the value at full colour.
+    - `TrustCard`: the overlay, and one axis for each property, with better values to the right. The bar of the map
+      shows two standard errors. The grey bars of the controls show their ranges. The map is green where it is better
+      than all controls, and red where it is worse.
+    - The table of `ledger_table`: the shares of the score as horizontal bars that add up to the score. Each bar begins
+      where the previous one ends: positive shares go to the right, in red, and negative ones to the left, in blue. The
+      last bar is the score. The bars of several images are below each other, on one scale.
+    - The table of `gradient_statistics`: the norm of the gradient at each layer from the input (left) to the output
+      (right), on a log axis. Each point is one call of a layer, in forward order, or one parameter. The backward pass
+      runs from right to left: a gradient that decreases towards the left vanishes, and one that increases explodes.
+      Marks at the lower edge show gradients that are zero or missing, and at the upper edge NaN or infinity.
+
+    Args:
+        result: The result.
+        columns: For explanations, the number of panels side by side, with the image; by default at most 5, in rows of
+            equal length.
+        title: For explanations, a title above everything.
+        opacity: For explanations, as in `overlay`.
+        colormap: For explanations, as in `overlay`.
+        smoothing: For explanations, as in `overlay`.
+        shared: For explanations, whether all maps have one scale, so that equal colours mean equal values.
+        label: For explanations, the label of the bars; by default the method's units.
+        foreground: For features, as in `Features.pca`.
+        count: For matches, the maximum number of lines; by default 20.
+        query: For attention, as in `LayerAttention.maps`. A point is marked by a cross.
+        image: For attention, the index of the image.
+        size: For gradients, width and height in inches.
+
+    Returns:
+        A matplotlib Figure: `figure(e).savefig("cat.pdf")`. In PDF and SVG, text is text, and images have 300 dots per
+        inch. A notebook shows it directly.
+
+    Raises:
+        LayerError: As for `Features.pca` and `LayerAttention.maps`.
+        NonFiniteError: A value of an explanation is NaN or infinite.
+        NotApplicableError: The attention is of a volume.
+        RenderError: There is nothing to draw, the result has no image, or an option is invalid.
+        TargetError: As for `LayerAttention.maps`.
+        TypeError: The result has no such option.
+
+    Warns:
+        SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
+    """
+    draw = _drawing_of(result)
+    known = [parameter.name for parameter in list(inspect.signature(draw).parameters.values())[1:]]
+    for name in options:
+        if name not in known:
+            raise TypeError(f'figure has no option "{name}" for {type(result).__name__}{option_hint(name, known)}')
+    return draw(result, **options)
+
+
+def _drawing_of(result: object) -> Callable[..., Figure]:
+    """Return the function that draws results of a type, or lists of a type. Drawing of metrics loads only for them."""
+    first = result[0] if isinstance(result, Sequence) and result else result
+    if isinstance(first, Explanation | list | tuple):
+        return draw_maps
+    from ..evaluation.ledger import LedgerRow
+    from ..evaluation.trust import TrustCard
+    from ..inspection.attention_record import LayerAttention
+    from ..inspection.statistics import GradientStatistics
+    from .measurements import draw_attention, draw_ledger, draw_trust, gradient_flow
+
+    drawings: dict[type, Callable[..., Figure]] = {
+        Features: draw_features,
+        Matches: draw_matches,
+        TrustCard: draw_trust,
+        GradientStatistics: gradient_flow,
+        LedgerRow: draw_ledger,
+        LayerAttention: draw_attention,
+    }
+    return drawings.get(type(result)) or drawings.get(type(first), draw_maps)
