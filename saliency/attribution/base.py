@@ -31,6 +31,7 @@ from ..model.answer import Answer
 from ..model.call import ForwardArgs, arguments_of, model_attribute, prepared_for_attribution, reference_tensor, unwrap
 from ..model.layers import LayoutFunction, as_layout, find
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
+from ..targets.language import parse_target
 from ..targets.question import Question, QuestionFacts, Target
 from ..validation import Registry, check_choice
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
@@ -246,7 +247,7 @@ class Attribution(HasOptions, ABC):
         flat, layer, logits = list[Any](), None, None
         for target in targets:
             flat += target if isinstance(target, list | tuple) else [target]
-        for target in flat:
+        for target in parse_target(flat, self.categories):
             if layer is None and isinstance(target, Neuron):
                 layer = neuron_layer(self.model, flat)
             elif getattr(target, "reads_logits", False):

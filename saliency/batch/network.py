@@ -25,6 +25,7 @@ from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..model.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
 from ..targets.boxes import BoxTarget, box
 from ..targets.classes import Located, class_index
+from ..targets.language import parse_target
 from ..targets.question import Target
 from ..targets.regions import Keypoint, Region
 from ..zoo import load
@@ -110,7 +111,8 @@ class Network:
 
     def _as_target(self, target: int | str | Target) -> int | Target:
         """Return a target with the index of a class instead of its name."""
-        return class_index(target, self.categories) if isinstance(target, int | str) else target
+        parsed: int | str | Target = parse_target(target, self.categories)
+        return class_index(parsed, self.categories) if isinstance(parsed, int | str) else parsed
 
     def count_detections(self, entry: ImageEntry) -> int:
         """Return the number of detections of an image; 0 if the image cannot be explained."""

@@ -180,7 +180,14 @@ class NetworkOptions(Options):
             raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
         if len(set(self.methods)) < len(self.methods):
             raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
-        if self.detections is not None and not isinstance(self.target, int | str | None):
+        target = self.target
+        if isinstance(target, str) and ":" in target:  # a finished run with a class does not import torch
+            from ..targets.language import parse_target
+
+            target = parse_target(target)
+            if hasattr(getattr(target, "where", None), "shape"):  # the mask is read here, on this machine
+                object.__setattr__(self, "target", target)
+        if self.detections is not None and not isinstance(target, int | str | None):
             raise BatchError("detections= explains boxes of all detections; target= can only be their class")
         if self.detections not in (None, "all"):
             check_integer("detections", self.detections, error=BatchError)

@@ -26,6 +26,7 @@ from ...model.answer import Answer
 from ...model.call import arguments_of, bound, prepared_for_attribution, run_model
 from ...targets.boxes import BoxTarget
 from ...targets.classes import TargetLike, probability
+from ...targets.language import parse_target
 from ...targets.question import Question
 from ...targets.regions import Keypoint, Region
 from ...targets.similarity import ITSELF, SelfSimilarity, similarity
@@ -212,6 +213,7 @@ class Subject(SharedResults):
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(Score))
         self._method, self._model, self._inputs = method, model, inputs
+        target = parse_target(target, getattr(method or model, "categories", None))
         self._target: TargetLike = target
         given = target if isinstance(target, list | tuple) else [target] * len(explanation)
         self._places = [isinstance(getattr(own, "target", own), BoxTarget | Region | Keypoint) for own in given]
@@ -341,13 +343,13 @@ class Subject(SharedResults):
     def masks(self) -> Tensor:
         """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
         if self._masks is None:
-            hint = "pass masks=... of shape (N, H, W), or --masks or --boxes on the command line"
+            hint = "pass masks=... of shape (N, H, W), or --objects on the command line"
             own = (
                 "; the explained place is not a truth: take an annotation, or another model" if self._has_place else ""
             )
             raise MethodError(f"this metric needs to know where the object is: {hint}{own}")
         size = self.explanation.input_size
-        kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --masks reads files)"
+        kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --objects reads files)"
         with errors_as(MethodError, f"masks={self._masks!r}: expected {kind}"):
             masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
         if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
