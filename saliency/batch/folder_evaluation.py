@@ -274,9 +274,9 @@ class MeasureMapper(Mapper):
         image, entry = loaded.open(), loaded.slot.entry
         mask, boxes = self.files.find_object(entry)
         if self.files.masks is not None and mask is None:
-            raise ImageError(f'has no mask: no image in the folder of --masks is called "{entry.name}"')
+            raise ImageError(f'has no mask: no mask in --objects (masks=) is called "{entry.name}"')
         if self.files.boxes is not None and boxes is None:
-            raise ImageError("has no box: the file of --boxes does not name it")
+            raise ImageError("has no box: the file of --objects (boxes=) does not name it")
         about = entry.name, method.name, method, image, loaded.target
         mask_image = None if mask is None else mask.open()
         return measure_image(*about, self.metrics, mask_image, boxes, shared=shared, progress=False)

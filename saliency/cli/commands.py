@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from ..aliases import option_hint
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..attribution.options import declared_options
@@ -33,17 +32,24 @@ from ..batch.plan import Slot
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
-from ..errors import MethodError, SaliencyError, plural, visible
-from ..evaluation.metrics.base import Metric, get_metric
+from ..errors import SaliencyError, plural, visible
+from ..evaluation.metrics.base import get_metric
 from ..io.atomic_write import inside
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..tables import Table
-from ..targets.similarity import text
-from .arguments import ALL, METHOD, MODEL, arguments_of, overlay_style
-from .batch_commands import choose_target, expected_errors, run_arguments
+from .arguments import ALL, METHOD, MODEL, arguments_of
+from .batch_commands import (
+    choose_target,
+    choose_targets,
+    expected_errors,
+    run_arguments,
+    select_methods,
+    split_settings,
+    split_style,
+)
 from .console import Screen, UsageError
 from .lists import noise
 
@@ -86,9 +92,11 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
-    arguments.target = choose_target(arguments)
+    targets = choose_targets(arguments)
+    texts = {word: target for word, target in targets.items() if word.startswith("text:")}
+    arguments.target = next(iter(targets.values()), None)
     with tempfile.TemporaryDirectory() as scratch:
-        entries, left_out = _find_images(arguments, more_images, Path(scratch))
+        entries, left_out = _find_images(arguments, more_images, texts, Path(scratch))
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, entries, screen)
             screen.say_left_out(left_out)
@@ -104,7 +112,7 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         return code
 
 
-def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> Found:
+def _find_images(arguments: argparse.Namespace, more: Sequence[str], texts: Mapping[str, Any], scratch: Path) -> Found:
     """Find the images. The name "-" denotes the image on standard input, which is written to a file."""
     names = [*arguments.images, *more]
     if "-" in names:
@@ -112,25 +120,25 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Pa
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
     entries, left_out = find_images(files, recursive=arguments.recursive)
     entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
-    return Found(with_names([one for entry in entries for one in _once_per_text(entry, arguments.texts)]), left_out)
+    return Found(with_names([row for entry in entries for row in _once_per_text(entry, texts)]), left_out)
 
 
-def _once_per_text(entry: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
-    """Return an image once for each text, which is its target against the others, and a part of its file names."""
+def _once_per_text(entry: ImageEntry, texts: Mapping[str, Any]) -> list[ImageEntry]:
+    """Return an image once for each text, which is its target, and a part of its file names."""
     stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
-    targets = {one: text(one, against=[other for other in texts if other != one]) for one in texts}
-    return [
-        entry._replace(label=f"{stem}-{one.replace(' ', '_')}{suffix}", target=target)
-        for one, target in targets.items()
-    ] or [entry]
+    labels = {word: f"{stem}-{word.removeprefix('text:').strip().replace(' ', '_')}{suffix}" for word in texts}
+    if len(texts) < 2:  # the target of the run
+        return [entry._replace(label=label) for label in labels.values()] or [entry]
+    return [entry._replace(label=label, target=texts[word]) for word, label in labels.items()]
 
 
 def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequence[ImageEntry], screen: Screen) -> int:
     """Explain the images, and write the overlays to a folder."""
     if not entries:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
-    style = overlay_style(arguments)
-    given = {**vars(arguments), "methods": methods, "style": style, "maps": arguments.save, "with_manifest": False}
+    settings, style = split_style(arguments, methods)
+    given = vars(arguments) | {"methods": methods, "options": settings, "style": style}
+    given |= {"maps": arguments.save, "with_manifest": False}
     rows: list[Row] = []
     thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
     _require_other_files(arguments, methods, entries)
@@ -161,11 +169,10 @@ def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
         MethodError: A word is neither a method nor an image, or no method is given. The message lists the closest
             names.
     """
-    known = {*METHODS, ALL}
-    images = [word for word in words if word not in known and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110
-    names = [word for word in words if word not in images] or words
-    methods = [method for name in names for method in (METHODS if name == ALL else [get_method(name).name])]
-    return list(dict.fromkeys(methods)), images
+    names = {*METHODS, ALL}
+    images = [word for word in words if word not in names and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110
+    methods = select_methods([word for word in words if word not in images] or words)
+    return [get_method(name).name for name in methods], images
 
 
 def one_device(options: NetworkOptions) -> torch.device:
@@ -279,25 +286,31 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1
-    if arguments.json:
+    files = [file for file in arguments.files if file.name != "-"]
+    if len(files) < len(arguments.files):
         print(card.to_json(), end="")
     else:
         screen.say(str(card.of(card)), cut=True)
         screen.say("\n".join(["", *card.notes]))
-    for file in filter(None, (arguments.html, arguments.png)):
+    for file in files:
         card.save(file)
-        if not arguments.json:
+        if len(files) == len(arguments.files):
             screen.say(f"written: {visible(file)}")
     return 0
 
 
 def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
-    metrics = _create_metrics(arguments.metrics or METRICS, dict(arguments.metric_settings or ()))
+    given = run_arguments(evaluate_folder, arguments)
+    classes = [get_metric(name) for name in dict.fromkeys(arguments.metrics or METRICS)]
+    of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
+    given["options"], settings = split_settings(arguments.options, given["methods"], "metric", of_metrics)
+    given["metrics"] = [
+        cls(**{name: settings[name] for name in declared_options(cls) if name in settings}) for cls in classes
+    ]
+    given["boxes" if isinstance(arguments.objects, dict) else "masks"] = arguments.objects
     with screen.progress() as show:
-        comparison = evaluate_folder(
-            **run_arguments(evaluate_folder, arguments) | {"metrics": metrics}, on_progress=show
-        )
+        comparison = evaluate_folder(**given, on_progress=show)
     if comparison.page is not None:
         screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
         screen.say("\n".join(["", *comparison.notes]))
@@ -312,16 +325,6 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     return 1 if failures or comparison.page is None else 0
 
 
-def _create_metrics(names: Sequence[str], settings: Mapping[str, Any]) -> list[Metric]:
-    """Create the metrics, each with the options that it accepts."""
-    classes = [get_metric(name) for name in dict.fromkeys(names)]
-    known = list(dict.fromkeys(option for cls in classes for option in declared_options(cls)))
-    for name in settings:
-        if name not in known:
-            raise MethodError(f'no option "{name}" of {", ".join(names)}{option_hint(name, known)}')
-    return [cls(**{name: settings[name] for name in declared_options(cls) if name in settings}) for cls in classes]
-
-
 def export(arguments: argparse.Namespace, screen: Screen) -> int:
     """Write a model and its explanation as one program, and return the exit code."""
     from ..program.export import export
@@ -329,10 +332,11 @@ def export(arguments: argparse.Namespace, screen: Screen) -> int:
     methods, more = methods_and_images(arguments.methods or [METHOD])
     if len(methods) != 1 or more:
         raise UsageError("--method takes one method: a program has one map")
-    options = NetworkOptions.of({**vars(arguments), "methods": methods})
+    target = choose_target(arguments)
+    options = NetworkOptions.of({**vars(arguments), "methods": methods, "target": target})
     with screen.waiting(f"exporting {options.model}"):
         (method,) = create_methods(options, load_model(options))
-        path = export(method, arguments.file, arguments.image or noise(), target=arguments.target)
+        path = export(method, arguments.file, arguments.image or noise(), target=target)
     screen.say(f"written: {visible(path)}")
     return 0
 

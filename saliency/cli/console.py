@@ -129,7 +129,7 @@ def one_line(message: object) -> str:
     """Return a message as one printable line, with options of methods as the command line takes them."""
     text = visible(" ".join(str(message).split()))
     text = re.sub(r'\bpass (\w+)="(\w+)"', r"use --set \1=\2", text)
-    return re.sub(r'\bsign="(\w+)"', r"--sign \1", text)
+    return re.sub(r'\bsign="(\w+)"', r"--set sign=\1", text)
 
 
 def _console(stream: TextIO) -> Console:

@@ -25,10 +25,12 @@ from ..model.call import categories_of, prepared_for_attribution, reference_tens
 from ..model.layers import LayerScan, scan_layers
 from ..tables import Column, Table
 from ..targets.classes import as_categories, as_target
+from ..targets.language import parse_target
 from ..targets.question import Images
 from ..validation import check_integer
 from ..zoo import load
 from ..zoo import models as zoo_models
+from .batch_commands import choose_target
 from .console import Screen, UsageError
 
 
@@ -130,7 +132,7 @@ def layers(arguments: argparse.Namespace, screen: Screen) -> int:
         reads_values = arguments.weights != "default" or arguments.stats or arguments.gradients
         model = load(arguments.model, weights=arguments.weights if reads_values else None)  # a table needs no download
     categories = as_categories(arguments.categories) if arguments.categories else categories_of(model)
-    target = as_target(arguments.target).prepared(Images(categories=categories))
+    target = as_target(parse_target(choose_target(arguments), categories)).prepared(Images(categories=categories))
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     if preprocess is None:
         raise UsageError(f"{arguments.model} has no preprocessing; pass --preprocess")
