@@ -1,6 +1,6 @@
 """Explain folders of images: overlays, saved maps, a manifest and a gallery page. An interrupted run can be resumed.
 
-    batch                 explain images into a folder; the command `saliency batch` calls it
+    batch                 explain images into a folder; `saliency.batch(...)` and the command call it
 
 The output folder contains:
 
@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from .failures import BatchError, StoppedError, writing_to
@@ -165,3 +168,13 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if is_enabled:
             gc.enable()
+
+
+class _CallableModule(ModuleType):
+    """This module, which is called as its function: `saliency.batch("photos", "maps")`."""
+
+    __call__ = staticmethod(batch)
+    __signature__ = signature(batch)  # otherwise `inspect` and notebooks show it without the first argument
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -87,10 +87,10 @@ def evaluate(
 
     The output folder contains `evaluation.json`, with the table, the differences, the mean curves and the value of each
     image, the table as `evaluation.html`, and `results/` with the values of each image and method. In the output folder
-    of `saliency.batch.batch`, the table is a tab of its page instead.
+    of `saliency.batch`, the table is a tab of its page instead.
 
     Args:
-        sources: Folders, files, patterns, lists and shards, as for `saliency.batch.batch`.
+        sources: Folders, files, patterns, lists and shards, as for `saliency.batch`.
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model.
         methods: Names in the registry.
@@ -108,7 +108,7 @@ def evaluate(
             each image.
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched, also for masks.
-        engine: "local" for this machine, "ray" for a cluster, as for `saliency.batch.batch`.
+        engine: "local" for this machine, "ray" for a cluster, as for `saliency.batch`.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1".
         workers: Number of images that are measured in parallel on a CPU; by default one per core.
         limit: Largest number of images to measure, in the order of the sources.

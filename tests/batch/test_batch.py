@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pickle
@@ -48,6 +49,14 @@ def pixels(path: Path) -> Any:
 
 
 # Files and rows ----------------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_called_as_its_function(source: Path, tmp_path: Path) -> None:
+    call: Any = saliency.batch  # a type checker sees the module only
+    summary = call(source, tmp_path / "out", Tiny(), limit=1)
+    assert isinstance(summary, saliency.batch.Summary)
+    assert (summary.done, summary.page.is_file()) == (1, True)
+    assert inspect.signature(call) == inspect.signature(saliency.batch.batch)
 
 
 def test_overlays_equal_those_of_the_library(source: Path, tmp_path: Path) -> None:

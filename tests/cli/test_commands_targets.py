@@ -202,9 +202,7 @@ def test_a_text_with_spaces_is_quoted_in_the_new_spelling(run: Run) -> None:
 
 def test_an_image_after_whole_or_a_target_is_an_image(run: Run, photo: Path) -> None:
     out = photo.parent / "maps"
-    words = ("--model", "shapes_cnn", "-t", "circle", "--whole", photo, "--out", out)
-    assert run("batch", *words)[0] == 0
-    assert json.loads((out / "manifest.json").read_text())["fingerprint"]["whole"] is True
-    words = ("--model", "shapes_cnn", "-t", "circle", "--whole", "aspect", photo, "--out", out)
-    assert run("batch", *words, "--restart")[0] == 0
-    assert json.loads((out / "manifest.json").read_text())["fingerprint"]["whole"] == "aspect"
+    for whole, value in ((("--whole",), True), (("--whole", "aspect"), "aspect")):
+        words = ("--model", "shapes_cnn", "-t", "circle", *whole, photo, "--restart", "--out", out)
+        assert run("batch", *words)[0] == 0
+        assert json.loads((out / "manifest.json").read_text())["fingerprint"]["whole"] == value
