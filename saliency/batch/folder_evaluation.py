@@ -180,7 +180,7 @@ class ResultFiles:
     def _file(self, entry: ImageEntry, method: str) -> tuple[str, list[Any]]:
         """Return the name of the file of the results, and the settings that determine them, as JSON values."""
         mask, boxes = self.find_object(entry)
-        files = [[one.path, one.offset, *one.stamp] for one in (entry, mask) if one is not None]
+        files = [[file.path, file.offset, *file.stamp] for file in (entry, mask) if file is not None]
         key = [self.settings[method], files, entry.target, boxes]
         return f"{RESULTS}/{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
 
@@ -285,7 +285,10 @@ class MeasureMapper(Mapper):
 def _all_settings(metric: Metric) -> dict[str, Any]:
     """Return the settings of a metric, with the pixels of images, which its own settings only mention."""
     values = {name: getattr(metric, name) for name in declared_options(type(metric))}
-    return {**metric.settings, **{name: one.values for name, one in values.items() if isinstance(one, GivenImages)}}
+    return {
+        **metric.settings,
+        **{name: value.values for name, value in values.items() if isinstance(value, GivenImages)},
+    }
 
 
 def _write(comparison: Comparison, out: Path) -> Path:

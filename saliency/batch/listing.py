@@ -167,10 +167,10 @@ def merge_listing(
             sentence(first.source, None, first.problem or "no such file or folder") if first else "no source was given"
         )
         raise BatchError(f"there is no image: {why}")
-    known = dict(zip(_keys(listed), listed, strict=True))
+    listed_by_key = dict(zip(_keys(listed), listed, strict=True))
     new: list[ImageEntry] = []
     for entry, key in zip(entries, _keys(entries), strict=True):
-        earlier = known.get(key)
+        earlier = listed_by_key.get(key)
         target = entry.target if earlier is None else earlier.target
         if target != entry.target and str(target) != str(entry.target):  # 281 and "281" are one class
             raise BatchError(
@@ -294,11 +294,11 @@ def list_files(address: str, *, recursive: bool = False) -> list[tuple[str, tupl
     files, root = _connect(address)
     with errors_as(ImageError, "cannot be listed"):
         is_folder = files.isdir(root)
-        found = files.find(root, maxdepth=None if recursive else 1) if is_folder else files.glob(root)
-    found = [path for path in found if not (is_folder and "/." in f"/{path.removeprefix(root)}")]
+        paths = files.find(root, maxdepth=None if recursive else 1) if is_folder else files.glob(root)
+    paths = [path for path in paths if not (is_folder and "/." in f"/{path.removeprefix(root)}")]
     below = len(root.strip("/").split("/"))
-    parts = [tuple(path.strip("/").split("/"))[below:-1] if is_folder else () for path in found]
-    return sorted(zip(map(files.unstrip_protocol, found), parts, strict=True))
+    parts = [tuple(path.strip("/").split("/"))[below:-1] if is_folder else () for path in paths]
+    return sorted(zip(map(files.unstrip_protocol, paths), parts, strict=True))
 
 
 def read_bytes(address: str) -> bytes:

@@ -33,9 +33,9 @@ COLUMNS = (
 """The columns. The boxes and `range` are lists, `settings`, `ledger` and `trust` objects; every value may be None."""
 
 
-def make_row(**known: Any) -> Row:
+def make_row(**values: Any) -> Row:
     """Return a row with all columns; unknown values are None."""
-    return {column: known.get(column) for column in COLUMNS}
+    return {column: values.get(column) for column in COLUMNS}
 
 
 class Manifest:

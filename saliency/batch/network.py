@@ -32,7 +32,7 @@ from ..zoo import load
 from .failures import BatchError, Failure, attempt
 from .listing import ImageEntry
 from .options import NetworkOptions
-from .plan import Slot
+from .plan import BatchSlot
 
 Results = Mapping[str, Explanation | BaseException]
 """Explanation or error of every method for one image, by the name of the method."""
@@ -59,7 +59,7 @@ class LoadedImage:
         volume: The volume; None for an image.
     """
 
-    slot: Slot
+    slot: BatchSlot
     failure: BaseException | None = None
     target: int | Target | None = None
     input: Tensor | None = None
@@ -116,7 +116,7 @@ class Network:
 
     def count_detections(self, entry: ImageEntry) -> int:
         """Return the number of detections of an image; 0 if the image cannot be explained."""
-        loaded = self.load(Slot(0, entry._replace(detection=0), ()))
+        loaded = self.load(BatchSlot(0, entry._replace(detection=0), ()))
         if loaded.input is None:
             return 0
         method, located = self.methods[0], cast("Located", loaded.target)
@@ -128,7 +128,7 @@ class Network:
             images = method.images(x).located(located.geometries)
             return len(cast("BoxTarget", located.target).detections(output, images))
 
-    def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
+    def load(self, slot: BatchSlot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
 
         An error is returned as its `failure`.
@@ -191,7 +191,7 @@ class Network:
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        explained = attempt(lambda: [one.to("cpu") for one in explain_together(methods, x, targets)])
+        explained = attempt(lambda: [explanation.to("cpu") for explanation in explain_together(methods, x, targets)])
         if not isinstance(explained, BaseException):
             return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
         # Free the memory of the pass: drop the tracebacks, which reference tensors.
@@ -287,22 +287,22 @@ def create_methods(options: NetworkOptions, model: nn.Module) -> list[Attributio
 
 def require_options(names: Iterable[str], classes: Collection[type[Attribution]]) -> None:
     """Raise MethodError for the name of an option that no method has."""
-    known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
+    options = list(dict.fromkeys(option for cls in classes for option in cls.options()))
     for name in names:
-        if name not in known:
-            of = "any method" if len(classes) == len(METHODS) else ", ".join(cls.name for cls in classes)
-            raise MethodError(f'no option "{name}" of {of}{option_hint(name, known)}')
+        if name not in options:
+            owner = "any method" if len(classes) == len(METHODS) else ", ".join(cls.name for cls in classes)
+            raise MethodError(f'no option "{name}" of {owner}{option_hint(name, options)}')
 
 
 def create_method(cls: type[Attribution], options: NetworkOptions, model: nn.Module) -> Attribution:
     """Create a method with the options that it has, and with the layer if it reads one."""
     values = {"progress": False, **options.options}  # the run shows progress
-    given = {name: value for name, value in values.items() if name in cls.options()}
+    accepted = {name: value for name, value in values.items() if name in cls.options()}
     if options.layer is not None:
         layers = {"layer": options.layer, "layers": [options.layer]}
-        given |= {name: value for name, value in layers.items() if name in cls.parameters()}
+        accepted |= {name: value for name, value in layers.items() if name in cls.parameters()}
     about_the_model = {name: getattr(options, name) for name in ("preprocess", "categories", "whole")}
-    return cls(model, **about_the_model, **given)
+    return cls(model, **about_the_model, **accepted)
 
 
 def reads_layer(cls: type[Attribution]) -> bool:

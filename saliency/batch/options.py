@@ -132,12 +132,14 @@ class Options:
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Create the options from the arguments of a function or command. Other arguments are ignored."""
         names = signature(cls).parameters.keys() & arguments.keys()
-        given = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
-        if "methods" in given:
-            given["methods"] = [given["methods"]] if isinstance(given["methods"], str) else list(given["methods"])
-        if "options" in given:
-            given["options"] = dict(given["options"])
-        return cls(**given)
+        options = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
+        if "methods" in options:
+            options["methods"] = (
+                [options["methods"]] if isinstance(options["methods"], str) else list(options["methods"])
+            )
+        if "options" in options:
+            options["options"] = dict(options["options"])
+        return cls(**options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,9 +60,9 @@ class Parser(argparse.ArgumentParser):
         """Parse arguments. Options may precede, separate and follow positional arguments."""
         arguments, unknown = self.parse_known_intermixed_args(_join_whole(words))
         if unknown:
-            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             flag = unknown[0].partition("=")[0]
-            self.error(self._renamed(unknown[0], words) or f'no option "{flag}"{did_you_mean(flag, known)}')
+            self.error(self._renamed(unknown[0], words) or f'no option "{flag}"{did_you_mean(flag, flags)}')
         if vars(arguments).get("target"):  # -t "text:a dog" "text:a cat" cat.jpg
             images = vars(arguments).get("sources") or vars(arguments).get("images") or []
             arguments.target += [word for word in images if word.startswith("text:")]

@@ -28,7 +28,7 @@ from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, create_methods, find_devices, load_model, move_model, trust_card
 from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
-from ..batch.plan import Slot
+from ..batch.plan import BatchSlot
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
@@ -61,7 +61,7 @@ METRICS = ("deletion", "insertion")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Mapper(ExplainMapper):
+class CollectingMapper(ExplainMapper):
     """Results to print and draw after the run, also after an interruption.
 
     Attributes:
@@ -137,17 +137,17 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
     if not entries:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
     settings, style = split_style(arguments, methods)
-    given = vars(arguments) | {"methods": methods, "options": settings, "style": style}
-    given |= {"maps": arguments.save, "with_manifest": False}
+    values = vars(arguments) | {"methods": methods, "options": settings, "style": style}
+    values |= {"maps": arguments.save, "with_manifest": False}
     rows: list[Row] = []
     thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
     _require_other_files(arguments, methods, entries)
     out = arguments.out.absolute()  # code of the user may change the current folder
     try:
         with screen.progress() as show:
-            options, output = NetworkOptions.of(given), OutputOptions.of(given)
+            options, output = NetworkOptions.of(values), OutputOptions.of(values)
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
-            mapper = _Mapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
+            mapper = CollectingMapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
             execute(mapper, Store(out, entries, methods), engine, RunOptions(on_progress=show))
     except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
         rows[:] = [row for row in rows if row["overlay"]]
@@ -204,9 +204,9 @@ def _write_sheet(
     complete = [[row[method] for method in methods] for row in thumbs if row.keys() >= set(methods)]
     if not methods or not complete:
         return
-    given = {name: getattr(style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
+    drawing = {name: getattr(style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
     with screen.waiting("drawing the contact sheet"):
-        save_drawing(contact_sheet(complete, thumb=THUMB, **given), inside(out, SHEET))
+        save_drawing(contact_sheet(complete, thumb=THUMB, **drawing), inside(out, SHEET))
     screen.say(f"contact sheet: {visible(out / SHEET)}")
 
 
@@ -226,12 +226,12 @@ def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: S
     for _, group in groupby(rows, itemgetter("index")):
         of_image = list(group)
         # The row of a method that does not apply has no target, but all methods explain the same target.
-        known = next((row for row in of_image if row["name"] is not None), of_image[0])
-        share = "" if known["probability"] is None else f"{100 * known['probability']:.1f} %"
-        about = (visible(Path(known["source"]).name), known["name"] or "", share)
+        explained = next((row for row in of_image if row["name"] is not None), of_image[0])
+        percent = "" if explained["probability"] is None else f"{100 * explained['probability']:.1f} %"
+        about = (visible(Path(explained["source"]).name), explained["name"] or "", percent)
         lines = [(row["method"], _result(row, out)) for row in of_image]
         if screen.is_terminal:  # a list for each image, which fits any width
-            screen.say(Text.assemble((about[0], "bold"), (f"  {about[1]}  {share}", "cyan")))
+            screen.say(Text.assemble((about[0], "bold"), (f"  {about[1]}  {percent}", "cyan")))
             for method, result in lines:
                 screen.say(Text.assemble(f"  {method:{width}}  ", result))
         cells += [(*about, *line) for line in lines]
@@ -277,11 +277,11 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     if len(entries) != 1 or len(methods) != 1:
         counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
-    given = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
-    options, seconds, (entry,) = NetworkOptions.of(given), OutputOptions.of(given).seconds, entries
+    values = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
+    options, seconds, (entry,) = NetworkOptions.of(values), OutputOptions.of(values).seconds, entries
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
-        loaded = network.load(Slot(0, entry, (methods[0],)))
+        loaded = network.load(BatchSlot(0, entry, (methods[0],)))
         card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
@@ -301,16 +301,16 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
-    given = run_arguments(evaluate_folder, arguments)
+    values = run_arguments(evaluate_folder, arguments)
     classes = [get_metric(name) for name in dict.fromkeys(arguments.metrics or METRICS)]
     of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
-    given["options"], settings = split_settings(arguments.options, given["methods"], "metric", of_metrics)
-    given["metrics"] = [
+    values["options"], settings = split_settings(arguments.options, values["methods"], "metric", of_metrics)
+    values["metrics"] = [
         cls(**{name: settings[name] for name in declared_options(cls) if name in settings}) for cls in classes
     ]
-    given["boxes" if isinstance(arguments.objects, dict) else "masks"] = arguments.objects
+    values["boxes" if isinstance(arguments.objects, dict) else "masks"] = arguments.objects
     with screen.progress() as show:
-        comparison = evaluate_folder(**given, on_progress=show)
+        comparison = evaluate_folder(**values, on_progress=show)
     if comparison.page is not None:
         screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
         screen.say("\n".join(["", *comparison.notes]))
@@ -350,6 +350,6 @@ def serve(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError("--method takes one method; the page offers all others")
     if arguments.folder is None and os.path.isdir(arguments.model):  # noqa: PTH112 - unlike Path, never raises
         arguments.model, arguments.folder = MODEL, arguments.model
-    given = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
-    serve(**given)
+    values = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
+    serve(**values)
     return 0

@@ -121,8 +121,8 @@ class Screen:
             finally:
                 for message, named in subjects.items() if not self.quiet else ():
                     others = f" and {len(named) - 2} more" if len(named) > 2 else ""
-                    of = f"{', '.join(named[:2])}{others}: " if named else ""
-                    self._err.print(Text.assemble(("warning: ", "bold yellow"), of, message), soft_wrap=True)
+                    images = f"{', '.join(named[:2])}{others}: " if named else ""
+                    self._err.print(Text.assemble(("warning: ", "bold yellow"), images, message), soft_wrap=True)
 
 
 def one_line(message: object) -> str:

@@ -28,7 +28,7 @@ from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
 from saliency.batch.network import Network, replicate
 from saliency.batch.options import NetworkOptions, OutputOptions
-from saliency.batch.plan import Plan, Slot
+from saliency.batch.plan import BatchSlot, Plan
 from saliency.batch.report import report
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.preprocess import Preprocess
@@ -591,7 +591,7 @@ def test_a_sequential_engine_writes_the_same_files(
 def test_options_tasks_and_rows_can_be_pickled() -> None:
     options = NetworkOptions(model="tiny"), OutputOptions(style=OverlayStyle(format="jpg"))
     image = ImageEntry("/a.png", "a.png", name="a", folder=("x",), target="cat")
-    given = options, Slot(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
+    given = options, BatchSlot(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
     assert pickle.loads(pickle.dumps(given)) == given
 
 

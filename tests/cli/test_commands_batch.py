@@ -23,7 +23,7 @@ import saliency
 from saliency.batch import batch
 from saliency.batch.network import Network, trust_card
 from saliency.batch.options import NetworkOptions
-from saliency.batch.plan import Slot
+from saliency.batch.plan import BatchSlot
 from saliency.batch.sources import find_images
 from saliency.cli import batch_commands as batching
 from saliency.cli import command_parser, main
@@ -315,7 +315,7 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
     model.preprocess = replace(model.preprocess, range=(0, 4095))
     explanation = saliency.GradCAM(model).attribute(path)
     network, (entry,) = Network(NetworkOptions(model=model), model), find_images([path]).entries
-    card = trust_card(network.methods[0], network.load(Slot(0, entry, ())), 0.1)
+    card = trust_card(network.methods[0], network.load(BatchSlot(0, entry, ())), 0.1)
     assert isinstance(card, TrustCard)
     assert torch.equal(card.explanation.values, explanation.values)
     loaded = saliency.Explanation.load(explanation.save(tmp_path / "e.safetensors"))
