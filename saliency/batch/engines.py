@@ -47,7 +47,7 @@ MAX_PARALLEL = 8
 BATCH_CPU, BATCH_ACCELERATOR = 8, 64
 """Default images per batch. Larger batches are not faster on CPUs."""
 MOST_PIXELS = 2_000_000
-"""Largest image, in pixels, that is kept for drawing. Larger ones are decoded again, to limit memory use."""
+"""Largest image, in pixels, that is kept for drawing. Larger images are decoded again, to limit memory use."""
 MAX_TRIES = 4
 """Number of Ray actors that may die on the same batch before the run stops."""
 MAX_CPUS = 8

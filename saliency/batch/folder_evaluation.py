@@ -101,11 +101,11 @@ def evaluate(
         weights: As for `saliency.load`.
         preprocess: Preprocessing of the images; None for the model's own.
         categories: Class names; None for the model's own.
-        layer: Layer for the methods that read one.
+        layer: The layer, for the methods that read a layer.
         options: Options of the methods, applied to each method that has them.
         whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
-        target: Class index or name, or a target, for all images without their own target; None for the top class of
-            each image.
+        target: Class index or name, or a target such as "box:0", for all images without a target of their own; None for
+            the top class of each image.
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched, also for masks.
         engine: "local" for this machine, "ray" for a cluster, as for `saliency.batch`.

@@ -43,7 +43,8 @@ class ImageEntry(NamedTuple):
         folder: Folders between the source and the image.
         label: File name of the image.
         detection: Rank of the detection to explain, in a run over detections that were listed; see `RunOptions`.
-        target: Class to explain, by index or name; in runs without a listing, any target. None for the run's target.
+        target: Class index or name, or a target as text such as "box:0"; in runs without a listing, any target. None
+            for the run's target.
         problem: Reason why there is no image to open; empty without a known problem.
         offset: First byte of the image in the file; None for the whole file.
         size: Number of bytes from `offset`.
@@ -206,8 +207,8 @@ def with_names(
 ) -> list[ImageEntry]:
     """Return the images with stamps and with unique names for their files, such as "SUB/cat" without the suffix.
 
-    Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
-    on some file systems.
+    Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form are treated as
+    equal, as on some file systems.
 
     Args:
         entries: The images, in order.
@@ -254,7 +255,7 @@ def _normalized(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())
 
 
-# Facts of a file that change with its content, in the names of several stores; the first known one is used.
+# Facts of a file that change with its content, in the names of several stores; the first that exists is used.
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
 
 _ADDRESS = re.compile(r"(?!https?:|ftp:)[a-z][a-z0-9+.-]+://")

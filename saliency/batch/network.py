@@ -157,8 +157,8 @@ class Network:
 
         An image that could not be loaded is replaced by the first image of its batch, with the target of that image, so
         that the others keep their positions. After an error, the batch is repeated in parts, down to one method on one
-        image. The error is returned next to the results of its images, None without an error or if a method does not
-        apply.
+        image. The error is returned next to the results of its images; None if there was no error, or if a method
+        does not apply.
 
         Args:
             batch: The images.
@@ -295,7 +295,7 @@ def require_options(names: Iterable[str], classes: Collection[type[Attribution]]
 
 
 def create_method(cls: type[Attribution], options: NetworkOptions, model: nn.Module) -> Attribution:
-    """Create a method with the options that it has, and with the layer if it reads one."""
+    """Create a method with the options that it has, and with the layer if it reads a layer."""
     values = {"progress": False, **options.options}  # the run shows progress
     accepted = {name: value for name, value in values.items() if name in cls.options()}
     if options.layer is not None:

@@ -31,7 +31,7 @@ class Plan:
     Attributes:
         entries: The images.
         missing: Methods without results, by the number of the image; images with all results are absent.
-        sizes: Pairs of the first image and the size of its batch and of the following ones.
+        sizes: Pairs of the first image and the size of its batch and of the following batches.
     """
 
     entries: Sequence[ImageEntry]

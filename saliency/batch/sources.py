@@ -22,7 +22,7 @@ from .store import is_output
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
 _OWN = "is a file that saliency wrote, so it is left out"
-# Without these common names, a list with the header "image,label" would be read as one without a header, whose first
+# Without these common names, a list with the header "image,label" would be read as a list without a header, whose first
 # image is missing. The JSON files of shards have such names too.
 _PATHS = ("path", "file", "filename", "image", "photo", "source")
 _TARGETS = ("target", "class", "label", "category", "cls")
@@ -237,7 +237,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
 
 
 def parse_target(text: object) -> int | str | None:
-    """Parse a target of a list: an index, its digits, a name, or None for an empty text."""
+    """Parse the target of a row: an index, or a text without spaces around it; None for an empty text."""
     return text if isinstance(text, int) else str(text or "").strip() or None
 
 

@@ -235,9 +235,9 @@ class Store:
         limit: Largest number of images to explain, all detections of each; None for all.
 
     Attributes:
-        total: Number of entries to explain, the first ones.
+        total: Number of entries to explain, from the first on.
         missing: Methods without results, by the number of the image; images with all results are absent.
-        sizes: Pairs of the first image and the size of its batch and of the following ones.
+        sizes: Pairs of the first image and the size of its batch and of the following batches.
         failed: Numbers of the images with an error.
         failures: The rows of errors of this run.
         fresh: Number of images that this run explained.
@@ -295,7 +295,7 @@ class Store:
         self.sizes = sizes
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Store the rows of an image: a row per method, or one without a method for an error of the image."""
+        """Store the rows of an image: a row per method, or a single row without a method for an error of the image."""
         index, methods = rows[0]["index"], {row["method"] for row in rows}
         unfinished = tuple(method for method in self.missing.pop(index) if method not in methods)
         if unfinished and None not in methods:  # interrupted between two methods
@@ -372,7 +372,7 @@ class ManifestStore(Store):
         old, new = head["fingerprint"], fingerprint(self._options, self._output)
         different = [name for name in new if old.get(name, new[name]) != new[name]]
         if different:
-            # A method without rows, such as one with an invalid option, may have other options now.
+            # A method without rows, such as a method with an invalid option, may have other options now.
             explained = {"", *(row["method"] for row, _ in read_rows(out / MANIFEST))}
             different = [name for name in different if name.partition(" of ")[2] in explained]
         if different:

@@ -88,7 +88,7 @@ def arguments_of(function: Callable[..., object], arguments: argparse.Namespace)
 
 
 def _join_whole(words: Sequence[str]) -> list[str]:
-    """Join `--whole` and its value to one word, since argparse takes any word after it as its value, as an image."""
+    """Join `--whole` and its value to one word. Otherwise argparse takes an image after `--whole` as its value."""
     joined: list[str] = []
     for word in words:
         if word == "aspect" and joined[-1:] == ["--whole="]:

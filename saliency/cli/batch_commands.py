@@ -49,11 +49,11 @@ def choose_target(arguments: argparse.Namespace) -> Any:
 
 
 def choose_targets(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the targets of the parsed arguments by their texts. Each of several is explained against the others.
+    """Return the targets of the parsed arguments, by their words. Each of several texts is explained against the others.
 
     Raises:
-        UsageError: There are several, and one is not a text.
-        TargetError: One of several is invalid.
+        UsageError: There are several targets that are not all texts.
+        TargetError: One of several targets is invalid.
     """
     words = dict.fromkeys(arguments.target or ())
     if len(words) < 2:
@@ -88,17 +88,17 @@ def split_style(arguments: argparse.Namespace, methods: Sequence[str]) -> tuple[
 def split_settings(
     settings: Sequence[tuple[str, Any]], methods: Sequence[str], owner: str, names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide the values of --set into options of the methods, and options with other names, of an owner.
+    """Divide the values of --set into the options of the methods and the options of the overlay or the metrics.
 
     Args:
-        settings: Pairs of the name of an option, also with its owner in front ("metric.steps"), and its value.
+        settings: Pairs of a name and a value. The name may begin with its owner, as in "metric.steps".
         methods: Names of the methods.
-        owner: The other owner of options, "overlay" or "metric".
-        names: Names of its options.
+        owner: "overlay" or "metric".
+        names: Names of the options of the overlay or the metrics.
 
     Raises:
         MethodError: An option does not exist.
-        UsageError: An option may be of both.
+        UsageError: Both have an option of the name.
     """
     split: dict[str, dict[str, Any]] = {"method": {}, owner: {}}
     if settings:
