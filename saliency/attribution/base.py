@@ -188,8 +188,8 @@ class Attribution(HasOptions, ABC):
             inputs: A path, open file, bytes of a file, PIL image, uint8 array (H, W, 3), or a list of these; or the
                 model's own normalised input as a float tensor (C, H, W), (N, C, H, W), or (N, C, D, H, W) for volumes
                 and videos; or an answer of `saliency.generate`.
-            target: A class index or name, None for the top class, a function of the model's output, or a list with one
-                of them per image.
+            target: A class index or name, None for the top class, a target such as `saliency.box(index=0)` or its text
+                "box:0", a function of the model's output, or a list with one of them per image.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
                 arrays and lists with N entries have one for each image, on any device; others are passed as they are.
 

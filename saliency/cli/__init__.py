@@ -126,7 +126,7 @@ targets:
   cat, 281               class by name or index
   box:0                  detection with the highest probability; box:1 the next
   box:210,110            detection at a point
-  box:120,40,300,260     detection in a box: left,top,right,bottom
+  box:120,40,300,260     detection that overlaps a box: left,top,right,bottom
   box:cat, box:cat:0     detection of a class, also with any of the places above
   region:cat             all pixels of a class in a segmentation; of these, after
                          another colon: border, mask.png, a point or a box
@@ -140,7 +140,7 @@ drawing:
   (positive, signed or absolute), percentile (at which colours saturate, auto or
   none) and smoothing (a fraction of the edge).
 """
-_SET_HELP = "option of the methods, see saliency methods NAME; or of the drawing"
+_SET_HELP = "option of the methods, see saliency methods NAME; or of the drawing, see below"
 _EXIT_CODES = """\
 exit codes:
   0    success; with --method all, methods that do not apply are not failures
@@ -325,6 +325,7 @@ examples:
   saliency layers --image cat.jpg --stats --gradients
   saliency layers --all --gradients parameters
 """,
+        {"--target": "class whose gradients are shown (default: the top class)"},
     ),
     "models": Command(
         "list the models that can be loaded by name",

@@ -226,10 +226,10 @@ class Argument:
 
 
 _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD})"
-_TARGET_HELP = "class by name or index, or as described below (default: the top class of each image)"
+_TARGET_HELP = "class by name or index, or another of the targets below (default: the top class of each image)"
 _WHOLE_HELP = "show the model the whole image, not its centre; resized, or with its aspect ratio"
 _SET_HELP = "option of the methods; see saliency methods NAME"
-_CARD_HELP = "a .html, .png or .json file for the card, or - to print JSON; may be repeated"
+_CARD_HELP = "file of the card, .html, .png or .json, or - to print JSON; may be repeated"
 _GRADIENTS_HELP = "also print gradients of the score of one class, of layers or parameters (default: layers)"
 ARGUMENTS: dict[str, list[Argument]] = {
     "": [

@@ -49,7 +49,7 @@ def choose_target(arguments: argparse.Namespace) -> Any:
 
 
 def choose_targets(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the targets of the parsed arguments, by their words. Each of several texts is explained against the others.
+    """Return the targets of the parsed arguments by their words. Each of several texts is explained against the others.
 
     Raises:
         UsageError: There are several targets that are not all texts.

@@ -508,7 +508,7 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         (["layers", "--image", "missing.jpg"], "missing.jpg' cannot be read: No such file"),
         (["layers", "--imag", "missing.jpg"], 'no option "--imag"; did you mean "--image"'),
         (["methods", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
-        (["trust", "cat.jpg", "-o", "card.jpg"], "card.jpg: expected a .html, .png or .json file"),
+        (["trust", "cat.jpg", "-o", "card.jpg"], "card.jpg: expected file of the card, .html, .png or .json"),
     ],
 )
 def test_every_slip_gets_the_closest_right_word(run: Callable[..., Run], words: list[str], answer: str) -> None:
