@@ -127,3 +127,14 @@ def test_each_row_of_a_list_may_have_a_target_of_its_own(scenes: torch.Tensor, t
     assert "with the index 9" in rows[2]["error"]
     assert '"target": "box:1"' in (out / "listing.jsonl").read_text()
     assert batch(tmp_path / "list.csv", out, "shapes_detector", ["layer_cam"]).fresh == 0
+
+
+def test_a_region_as_text_is_the_value_before_a_last_sigmoid_also_in_tiles() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3, padding=1), torch.nn.Sigmoid())
+    image = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    target = saliency.region("0", (2, 2))
+    for method in (saliency.VanillaGradient(model), saliency.Tiled(saliency.VanillaGradient(model), size=8, overlap=0)):
+        written, expected = method.attribute(image, "region:0:2,2"), method.attribute(image, target)
+        assert torch.equal(written.values, expected.values)
+        assert written.notes == expected.notes
+    assert "the value before the last sigmoid" in written.notes[0]
