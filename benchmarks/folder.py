@@ -39,7 +39,7 @@ from saliency.batch.engines import count_cores
 from saliency.batch.listing import with_names
 from saliency.batch.network import Network
 from saliency.batch.options import NetworkOptions, OutputOptions
-from saliency.batch.plan import Slot
+from saliency.batch.plan import BatchSlot
 from saliency.batch.sources import find_images
 from saliency.batch.store import LISTING
 from saliency.io.inputs import open_image
@@ -78,7 +78,7 @@ def stages(source: Path, out: Path, model: nn.Module, size: int) -> dict[str, fl
     options = NetworkOptions(model=model)
     network, mapper = Network(options, model), ExplainMapper(options=options, out=out, output=OutputOptions())
     entries = with_names(find_images([source]).entries)
-    slots = [Slot(index, entry, ("grad_cam",)) for index, entry in enumerate(entries)]
+    slots = [BatchSlot(index, entry, ("grad_cam",)) for index, entry in enumerate(entries)]
     times = [time.process_time()]
     loaded = [network.load(slot) for slot in slots]
     times.append(time.process_time())

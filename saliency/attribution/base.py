@@ -42,6 +42,7 @@ from ..model.call import (
 from ..model.inputs import Group, Key, ModelInputs, Views, has_several_inputs, require_volumes
 from ..model.layers import LayoutFunction, as_layout, find, trace_layers
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
+from ..targets.language import parse_target
 from ..targets.question import Question, QuestionFacts, Target
 from ..validation import Registry, check_choice
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
@@ -243,8 +244,8 @@ class Attribution(HasOptions, ABC):
                 model's own normalised input as a float tensor (C, H, W), (N, C, H, W), or (N, C, D, H, W) for volumes
                 and videos; or an answer of `saliency.generate`. For a model with several inputs, a mapping of the names
                 of its arguments, a tuple in their order, or `Views`; see "Several inputs" in the documentation.
-            target: A class index or name, None for the top class, a function of the model's output, or a list of these
-                with one entry per image.
+            target: A class index or name, None for the top class, a target such as `saliency.box(index=0)` or its text
+                "box:0", a function of the model's output, or a list of these with one entry per image.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
                 arrays and lists with N entries have one for each image, on any device; others are passed unchanged.
             explain: Of several inputs, the names of the images to explain; by default all. A tuple of names explains
@@ -309,7 +310,7 @@ class Attribution(HasOptions, ABC):
         flat, layer, logits = list[Any](), None, None
         for target in targets:
             flat += target if isinstance(target, list | tuple) else [target]
-        for target in flat:
+        for target in parse_target(flat, self.categories):
             if layer is None and isinstance(target, Neuron):
                 layer = neuron_layer(self.model, flat)
             elif getattr(target, "reads_logits", False):

@@ -23,6 +23,7 @@ from ..model.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call
 from ..model.dual_encoder import DualEncoder
 from ..model.layers import find, is_channels_first, trace_layers
 from ..targets.classes import TargetLike, as_target
+from ..targets.language import parse_target
 from ..targets.question import Categories, Images, Prompt, Question, Score, Target, Together, one_score_each
 from ..targets.words import words
 
@@ -249,7 +250,8 @@ def target_of(target: TargetLike, images: Images) -> Target:
     """Return the target of a caller; by default the top class, or the whole answer."""
     if images.answer is not None and isinstance(target, int | str):
         raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
-    return as_target(words() if target is None and images.answer else target, images.count)
+    parsed = parse_target(target, images.categories)
+    return as_target(words() if target is None and images.answer else parsed, images.count)
 
 
 def _unchanged(function: Score) -> Score:

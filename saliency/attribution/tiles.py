@@ -29,6 +29,7 @@ from ..io.preprocess import drawable, only_normalised
 from ..model.call import ForwardArgs, bound, reference_tensor
 from ..targets.boxes import BoxTarget
 from ..targets.classes import Contrast, Located, Probability, TargetLike, per_image
+from ..targets.language import parse_target
 from ..targets.regions import Keypoint, Region
 from ..validation import check_integer
 from .base import Attribution
@@ -156,7 +157,7 @@ def explain_tiles(image: TiledImage, target: Any, method: Attribution, progress:
         One map (1, 1, H, W), on the CPU, and the questions of the first tiles.
     """
     sign, like = method.sign, reference_tensor(method.model)
-    target, size = _same_in_all_tiles(per_image(target, 1)[0]), image.inputs.shape[2:]
+    target, size = _same_in_all_tiles(parse_target(per_image(target, 1)[0], method.categories)), image.inputs.shape[2:]
     tiles = list(product(*image.axes))
     if isinstance(target, Region):
         require_two_axes(image.inputs, "a region with Tiled")

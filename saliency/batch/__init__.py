@@ -1,6 +1,6 @@
 """Explain folders of images: overlays, saved maps, a manifest and a gallery page. An interrupted run can be resumed.
 
-    batch                 explain images into a folder; the command `saliency batch` calls it
+    batch                 explain images into a folder; `saliency.batch(...)` and the command call it
 
 The output folder contains:
 
@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from .failures import BatchError, StoppedError, writing_to
@@ -40,7 +43,7 @@ __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "Stoppe
 
 
 # Here and in `evaluate`, the options of a run are spelled out: editors and type checkers read no signature that
-# a decorator builds, and one of a `TypedDict` would be a third list without the defaults.
+# a decorator builds, and a `TypedDict` would be a third list, without the defaults.
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
@@ -91,14 +94,14 @@ def batch(
         preprocess: Preprocessing of the images; None for the model's own. For volumes, a function from the volume to
             the model's input, both tensors (C, D, H, W).
         categories: Class names; None for the model's own.
-        layer: Layer for the methods that read one.
+        layer: The layer, for the methods that read a layer.
         options: Options of the methods, applied to each method that has them.
         whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
-        target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
-            None for the top class of each image.
-        detections: "all", or a number: every detection of each image is explained, or the most probable ones, as an
-            image of its own: `cat.0`, `cat.1`. `target` then selects those of a class. The detections of an image are
-            counted once; if it changes later, their number stays.
+        target: Class index or name, or a target such as "box:0" or `saliency.text(...)`, for all images without a
+            target of their own; None for the top class of each image.
+        detections: "all", or a number: every detection of each image is explained, or the most probable detections,
+            each as an image of its own: `cat.0`, `cat.1`. `target` then selects the detections of a class. The
+            detections of an image are counted once; if the image changes later, their number stays.
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
@@ -113,7 +116,7 @@ def batch(
             networks that run in parallel.
         batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators, or 1 with trust cards. If a batch
             does not fit into memory, the size is halved from its first image on. A resumed run keeps its sizes unless a
-            smaller one is given.
+            smaller size is given.
         restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
         limit: Largest number of images to explain, all detections of each, in the order of the listing.
@@ -165,3 +168,13 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if is_enabled:
             gc.enable()
+
+
+class _CallableModule(ModuleType):
+    """This module, which is called as its function: `saliency.batch("photos", "maps")`."""
+
+    __call__ = staticmethod(batch)
+    __signature__ = signature(batch)  # otherwise `inspect` and notebooks show it without the first argument
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -86,7 +86,7 @@ class ExplainMapper(Mapper):
         methods = [method for method in network.methods if method.name in loaded.slot.methods]
         explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
         shared = SharedResults()
-        return {one.name: trust_card(one, loaded, self.output.seconds, shared=shared) for one in explained}
+        return {method.name: trust_card(method, loaded, self.output.seconds, shared=shared) for method in explained}
 
     def finish(self, loaded: LoadedImage, results: ImageResults) -> list[Row]:
         """Draw and write the files of one image, and return its rows."""

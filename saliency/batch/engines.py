@@ -39,7 +39,7 @@ from .listing import ImageEntry
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
 from .options import NetworkOptions, RunOptions
-from .plan import Plan, Slot
+from .plan import BatchSlot, Plan
 from .store import LOCK
 
 MAX_PARALLEL = 8
@@ -47,7 +47,7 @@ MAX_PARALLEL = 8
 BATCH_CPU, BATCH_ACCELERATOR = 8, 64
 """Default images per batch. Larger batches are not faster on CPUs."""
 MOST_PIXELS = 2_000_000
-"""Largest image, in pixels, that is kept for drawing. Larger ones are decoded again, to limit memory use."""
+"""Largest image, in pixels, that is kept for drawing. Larger images are decoded again, to limit memory use."""
 MAX_TRIES = 4
 """Number of Ray actors that may die on the same batch before the run stops."""
 MAX_CPUS = 8
@@ -109,7 +109,7 @@ class Worker:
             self._free.put(network)
         self.io = ThreadPoolExecutor(threads, "saliency-io", set_threads, (1,))
 
-    def run(self, batch: Sequence[Slot]) -> list[Future[list[Row]]]:
+    def run(self, batch: Sequence[BatchSlot]) -> list[Future[list[Row]]]:
         """Compute a batch, and start to finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
@@ -393,7 +393,7 @@ class Actor:
             results = StoppedError(f"{type(results).__name__}: {results}")  # not every error can be pickled
         return {"results": self._pickle.dumps(results)}
 
-    def _explain(self, batch: Sequence[Slot], counter: str) -> list[list[Row]]:
+    def _explain(self, batch: Sequence[BatchSlot], counter: str) -> list[list[Row]]:
         """Explain a batch, unless the run has ended or too many actors have died on the batch.
 
         The size of the file `counter` is the number of actors that started the batch. The next run with work removes a

@@ -87,10 +87,10 @@ def evaluate(
 
     The output folder contains `evaluation.json`, with the table, the differences, the mean curves and the value of each
     image, the table as `evaluation.html`, and `results/` with the values of each image and method. In the output folder
-    of `saliency.batch.batch`, the table is a tab of its page instead.
+    of `saliency.batch`, the table is a tab of its page instead.
 
     Args:
-        sources: Folders, files, patterns, lists and shards, as for `saliency.batch.batch`.
+        sources: Folders, files, patterns, lists and shards, as for `saliency.batch`.
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model.
         methods: Names in the registry.
@@ -101,14 +101,14 @@ def evaluate(
         weights: As for `saliency.load`.
         preprocess: Preprocessing of the images; None for the model's own.
         categories: Class names; None for the model's own.
-        layer: Layer for the methods that read one.
+        layer: The layer, for the methods that read a layer.
         options: Options of the methods, applied to each method that has them.
         whole: Whether the model sees the whole image instead of a crop, as for every method: False, True or "aspect".
-        target: Class index or name, or a target, for all images without their own target; None for the top class of
-            each image.
+        target: Class index or name, or a target such as "box:0", for all images without a target of their own; None for
+            the top class of each image.
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched, also for masks.
-        engine: "local" for this machine, "ray" for a cluster, as for `saliency.batch.batch`.
+        engine: "local" for this machine, "ray" for a cluster, as for `saliency.batch`.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1".
         workers: Number of images that are measured in parallel on a CPU; by default one per core.
         limit: Largest number of images to measure, in the order of the sources.
@@ -180,7 +180,7 @@ class ResultFiles:
     def _file(self, entry: ImageEntry, method: str) -> tuple[str, list[Any]]:
         """Return the name of the file of the results, and the settings that determine them, as JSON values."""
         mask, boxes = self.find_object(entry)
-        files = [[one.path, one.offset, *one.stamp] for one in (entry, mask) if one is not None]
+        files = [[file.path, file.offset, *file.stamp] for file in (entry, mask) if file is not None]
         key = [self.settings[method], files, entry.target, boxes]
         return f"{RESULTS}/{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
 
@@ -274,9 +274,9 @@ class MeasureMapper(Mapper):
         image, entry = loaded.open(), loaded.slot.entry
         mask, boxes = self.files.find_object(entry)
         if self.files.masks is not None and mask is None:
-            raise ImageError(f'has no mask: no image in the folder of --masks is called "{entry.name}"')
+            raise ImageError(f'has no mask: no mask in --objects (masks=) is called "{entry.name}"')
         if self.files.boxes is not None and boxes is None:
-            raise ImageError("has no box: the file of --boxes does not name it")
+            raise ImageError("has no box: the file of --objects (boxes=) does not name it")
         about = entry.name, method.name, method, image, loaded.target
         mask_image = None if mask is None else mask.open()
         return measure_image(*about, self.metrics, mask_image, boxes, shared=shared, progress=False)
@@ -285,7 +285,10 @@ class MeasureMapper(Mapper):
 def _all_settings(metric: Metric) -> dict[str, Any]:
     """Return the settings of a metric, with the pixels of images, which its own settings only mention."""
     values = {name: getattr(metric, name) for name in declared_options(type(metric))}
-    return {**metric.settings, **{name: one.values for name, one in values.items() if isinstance(one, GivenImages)}}
+    return {
+        **metric.settings,
+        **{name: value.values for name, value in values.items() if isinstance(value, GivenImages)},
+    }
 
 
 def _write(comparison: Comparison, out: Path) -> Path:

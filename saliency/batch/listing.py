@@ -43,7 +43,8 @@ class ImageEntry(NamedTuple):
         folder: Folders between the source and the image.
         label: File name of the image.
         detection: Rank of the detection to explain, in a run over detections that were listed; see `RunOptions`.
-        target: Class to explain, by index or name; in runs without a listing, any target. None for the run's target.
+        target: Class index or name, or a target as text such as "box:0"; in runs without a listing, any target. None
+            for the run's target.
         problem: Reason why there is no image to open; empty without a known problem.
         offset: First byte of the image in the file; None for the whole file.
         size: Number of bytes from `offset`.
@@ -167,10 +168,10 @@ def merge_listing(
             sentence(first.source, None, first.problem or "no such file or folder") if first else "no source was given"
         )
         raise BatchError(f"there is no image: {why}")
-    known = dict(zip(_keys(listed), listed, strict=True))
+    listed_by_key = dict(zip(_keys(listed), listed, strict=True))
     new: list[ImageEntry] = []
     for entry, key in zip(entries, _keys(entries), strict=True):
-        earlier = known.get(key)
+        earlier = listed_by_key.get(key)
         target = entry.target if earlier is None else earlier.target
         if target != entry.target and str(target) != str(entry.target):  # 281 and "281" are one class
             raise BatchError(
@@ -206,8 +207,8 @@ def with_names(
 ) -> list[ImageEntry]:
     """Return the images with stamps and with unique names for their files, such as "SUB/cat" without the suffix.
 
-    Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form count as equal, as
-    on some file systems.
+    Images with equal names are numbered: "a", "a-2". Names that differ only in case or Unicode form are treated as
+    equal, as on some file systems.
 
     Args:
         entries: The images, in order.
@@ -254,7 +255,7 @@ def _normalized(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())
 
 
-# Facts of a file that change with its content, in the names of several stores; the first known one is used.
+# Facts of a file that change with its content, in the names of several stores; the first that exists is used.
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
 
 _ADDRESS = re.compile(r"(?!https?:|ftp:)[a-z][a-z0-9+.-]+://")
@@ -294,11 +295,11 @@ def list_files(address: str, *, recursive: bool = False) -> list[tuple[str, tupl
     files, root = _connect(address)
     with errors_as(ImageError, "cannot be listed"):
         is_folder = files.isdir(root)
-        found = files.find(root, maxdepth=None if recursive else 1) if is_folder else files.glob(root)
-    found = [path for path in found if not (is_folder and "/." in f"/{path.removeprefix(root)}")]
+        paths = files.find(root, maxdepth=None if recursive else 1) if is_folder else files.glob(root)
+    paths = [path for path in paths if not (is_folder and "/." in f"/{path.removeprefix(root)}")]
     below = len(root.strip("/").split("/"))
-    parts = [tuple(path.strip("/").split("/"))[below:-1] if is_folder else () for path in found]
-    return sorted(zip(map(files.unstrip_protocol, found), parts, strict=True))
+    parts = [tuple(path.strip("/").split("/"))[below:-1] if is_folder else () for path in paths]
+    return sorted(zip(map(files.unstrip_protocol, paths), parts, strict=True))
 
 
 def read_bytes(address: str) -> bytes:

@@ -33,9 +33,9 @@ COLUMNS = (
 """The columns. The boxes and `range` are lists, `settings`, `ledger` and `trust` objects; every value may be None."""
 
 
-def make_row(**known: Any) -> Row:
+def make_row(**values: Any) -> Row:
     """Return a row with all columns; unknown values are None."""
-    return {column: known.get(column) for column in COLUMNS}
+    return {column: values.get(column) for column in COLUMNS}
 
 
 class Manifest:
@@ -70,7 +70,7 @@ class Manifest:
         return list(self.rows) == sorted(self.rows)
 
     def read(self, *, retry: Container[str | None] = (), changed: Container[int] = ()) -> None:
-        """Read the file. Remove all rows from the first damaged one on, and rows whose files are missing.
+        """Read the file. Remove all rows from the first damaged row on, and rows whose files are missing.
 
         Args:
             retry: Methods whose rows with errors are removed too; None for images that could not be read.
@@ -136,7 +136,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, bytes]]:
 
 
 def _decode(lines: Sequence[bytes]) -> list[Row]:
-    """Return the rows of the lines before the first damaged one. One call of the parser for all takes least time."""
+    """Return the rows of the lines before the first damaged line. Parsing all lines in one call is fastest."""
     with suppress(ValueError):
         rows: list[Any] = json.loads(f"[{b','.join(lines).decode()}]")
         is_row = [isinstance(row, dict) and tuple(row) == COLUMNS for row in rows]

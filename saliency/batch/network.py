@@ -25,13 +25,14 @@ from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..model.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
 from ..targets.boxes import BoxTarget, box
 from ..targets.classes import Located, class_index
+from ..targets.language import parse_target
 from ..targets.question import Target
 from ..targets.regions import Keypoint, Region
 from ..zoo import load
 from .failures import BatchError, Failure, attempt
 from .listing import ImageEntry
 from .options import NetworkOptions
-from .plan import Slot
+from .plan import BatchSlot
 
 Results = Mapping[str, Explanation | BaseException]
 """Explanation or error of every method for one image, by the name of the method."""
@@ -58,7 +59,7 @@ class LoadedImage:
         volume: The volume; None for an image.
     """
 
-    slot: Slot
+    slot: BatchSlot
     failure: BaseException | None = None
     target: int | Target | None = None
     input: Tensor | None = None
@@ -110,11 +111,12 @@ class Network:
 
     def _as_target(self, target: int | str | Target) -> int | Target:
         """Return a target with the index of a class instead of its name."""
-        return class_index(target, self.categories) if isinstance(target, int | str) else target
+        parsed: int | str | Target = parse_target(target, self.categories)
+        return class_index(parsed, self.categories) if isinstance(parsed, int | str) else parsed
 
     def count_detections(self, entry: ImageEntry) -> int:
         """Return the number of detections of an image; 0 if the image cannot be explained."""
-        loaded = self.load(Slot(0, entry._replace(detection=0), ()))
+        loaded = self.load(BatchSlot(0, entry._replace(detection=0), ()))
         if loaded.input is None:
             return 0
         method, located = self.methods[0], cast("Located", loaded.target)
@@ -126,7 +128,7 @@ class Network:
             images = method.images(x).located(located.geometries)
             return len(cast("BoxTarget", located.target).detections(output, images))
 
-    def load(self, slot: Slot, most_pixels: float = math.inf) -> LoadedImage:
+    def load(self, slot: BatchSlot, most_pixels: float = math.inf) -> LoadedImage:
         """Look up the target of an image, decode and preprocess it, and keep an image of at most `most_pixels`.
 
         An error is returned as its `failure`.
@@ -155,8 +157,8 @@ class Network:
 
         An image that could not be loaded is replaced by the first image of its batch, with the target of that image, so
         that the others keep their positions. After an error, the batch is repeated in parts, down to one method on one
-        image. The error is returned next to the results of its images, None without an error or if a method does not
-        apply.
+        image. The error is returned next to the results of its images; None if there was no error, or if a method
+        does not apply.
 
         Args:
             batch: The images.
@@ -189,7 +191,7 @@ class Network:
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        explained = attempt(lambda: [one.to("cpu") for one in Together(*methods).attribute(x, targets)])
+        explained = attempt(lambda: [explanation.to("cpu") for explanation in Together(*methods).attribute(x, targets)])
         if not isinstance(explained, BaseException):
             return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
         # Free the memory of the pass: drop the tracebacks, which reference tensors.
@@ -285,22 +287,22 @@ def create_methods(options: NetworkOptions, model: nn.Module) -> list[Attributio
 
 def require_options(names: Iterable[str], classes: Collection[type[Attribution]]) -> None:
     """Raise MethodError for the name of an option that no method has."""
-    known = list(dict.fromkeys(option for cls in classes for option in cls.options()))
+    options = list(dict.fromkeys(option for cls in classes for option in cls.options()))
     for name in names:
-        if name not in known:
-            of = "any method" if len(classes) == len(METHODS) else ", ".join(cls.name for cls in classes)
-            raise MethodError(f'no option "{name}" of {of}{option_hint(name, known)}')
+        if name not in options:
+            owner = "any method" if len(classes) == len(METHODS) else ", ".join(cls.name for cls in classes)
+            raise MethodError(f'no option "{name}" of {owner}{option_hint(name, options)}')
 
 
 def create_method(cls: type[Attribution], options: NetworkOptions, model: nn.Module) -> Attribution:
-    """Create a method with the options that it has, and with the layer if it reads one."""
+    """Create a method with the options that it has, and with the layer if it reads a layer."""
     values = {"progress": False, **options.options}  # the run shows progress
-    given = {name: value for name, value in values.items() if name in cls.options()}
+    accepted = {name: value for name, value in values.items() if name in cls.options()}
     if options.layer is not None:
         layers = {"layer": options.layer, "layers": [options.layer]}
-        given |= {name: value for name, value in layers.items() if name in cls.parameters()}
+        accepted |= {name: value for name, value in layers.items() if name in cls.parameters()}
     about_the_model = {name: getattr(options, name) for name in ("preprocess", "categories", "whole")}
-    return cls(model, **about_the_model, **given)
+    return cls(model, **about_the_model, **accepted)
 
 
 def reads_layer(cls: type[Attribution]) -> bool:

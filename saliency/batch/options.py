@@ -1,4 +1,4 @@
-"""Options of a run, the fingerprint of those that determine its files, and its progress and summary."""
+"""Options of a run, the fingerprint of the options that determine its files, and its progress and summary."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class OverlayStyle:
         colormap: Name of a matplotlib colormap; None for inferno, or bwr for signed maps.
         sign: "positive", "signed" or "absolute"; None for the method's default.
         percentile: Percentile of the values at which colours saturate.
-        smoothing: Standard deviation of the smoothing, as a share of the map's longer edge.
+        smoothing: Standard deviation of the smoothing, as a fraction of the map's longer edge.
 
     Raises:
         BatchError: A value is outside its range.
@@ -132,12 +132,14 @@ class Options:
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Create the options from the arguments of a function or command. Other arguments are ignored."""
         names = signature(cls).parameters.keys() & arguments.keys()
-        given = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
-        if "methods" in given:
-            given["methods"] = [given["methods"]] if isinstance(given["methods"], str) else list(given["methods"])
-        if "options" in given:
-            given["options"] = dict(given["options"])
-        return cls(**given)
+        options = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
+        if "methods" in options:
+            options["methods"] = (
+                [options["methods"]] if isinstance(options["methods"], str) else list(options["methods"])
+            )
+        if "options" in options:
+            options["options"] = dict(options["options"])
+        return cls(**options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +152,13 @@ class NetworkOptions(Options):
         preprocess: Preprocessing of the images; None for the model's own.
         categories: Class names; None for the model's own.
         methods: Names in the registry.
-        layer: Layer for the methods that read one; None for their default.
+        layer: The layer, for the methods that read a layer; None for their default.
         options: Options of the methods, applied to each method that has them.
         whole: Whether the model sees the whole image, as for every method: False, True or "aspect".
-        target: Class index or name, or a target such as `saliency.text(...)`, for all images without their own target;
-            None for the top class of each image.
-        detections: The number of detections to explain in each image, the most probable, or "all"; None to explain one
-            target of each image. The target is then the class of the detections; None for all classes.
+        target: Class index or name, or a target such as "box:0" or `saliency.text(...)`, for all images without a
+            target of their own; None for the top class of each image.
+        detections: The number of detections to explain in each image, in descending order of probability, or "all";
+            None to explain a single target of each image. If set, `target` is the class of the detections.
         device: Device names such as "auto", "cpu" or "cuda:0,cuda:1".
 
     Raises:
@@ -180,7 +182,14 @@ class NetworkOptions(Options):
             raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
         if len(set(self.methods)) < len(self.methods):
             raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
-        if self.detections is not None and not isinstance(self.target, int | str | None):
+        target = self.target
+        if isinstance(target, str) and ":" in target:  # a finished run with a class does not import torch
+            from ..targets.language import parse_target
+
+            target = parse_target(target)
+            if hasattr(getattr(target, "where", None), "shape"):  # the mask is read here, on this machine
+                object.__setattr__(self, "target", target)
+        if self.detections is not None and not isinstance(target, int | str | None):
             raise BatchError("detections= explains boxes of all detections; target= can only be their class")
         if self.detections not in (None, "all"):
             check_integer("detections", self.detections, error=BatchError)
@@ -256,7 +265,7 @@ class RunOptions(Options):
 def fingerprint(options: NetworkOptions, output: OutputOptions) -> dict[str, Any]:
     """Return the options that determine the files, as JSON values.
 
-    A run resumes only if they equal those in the folder. A method that is not in the folder has options of its own.
+    A run resumes only if they equal the options in the folder. A method that is not in the folder has its own options.
     """
     names = options.categories
     names = list(names) if isinstance(names, Sequence) else names

@@ -10,7 +10,7 @@ from .listing import ImageEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BatchSlot:
     """One position of a batch.
 
     Attributes:
@@ -31,20 +31,20 @@ class Plan:
     Attributes:
         entries: The images.
         missing: Methods without results, by the number of the image; images with all results are absent.
-        sizes: Pairs of the first image and the size of its batch and of the following ones.
+        sizes: Pairs of the first image and the size of its batch and of the following batches.
     """
 
     entries: Sequence[ImageEntry]
     missing: Mapping[int, tuple[str, ...]]
     sizes: Sequence[tuple[int, int]]
 
-    def __iter__(self) -> Iterator[list[Slot]]:
+    def __iter__(self) -> Iterator[list[BatchSlot]]:
         """Yield the batches with missing results."""
         for (first, size), (end, _) in pairwise([*self.sizes, (len(self.entries), 1)]):
             for start in range(first, end, size):
                 batch = range(start, min(start + size, end))
                 if any(index in self.missing for index in batch):
-                    yield [Slot(index, self.entries[index], self.missing.get(index, ())) for index in batch]
+                    yield [BatchSlot(index, self.entries[index], self.missing.get(index, ())) for index in batch]
 
     def halved(self) -> Plan:
         """Return a plan with half of the size for the first batch, which does not fit into memory, and all later ones.

@@ -1,4 +1,4 @@
-"""The one loop of `explain`, `evaluate` and `batch`: a plan is mapped by an engine, and a store takes the rows."""
+"""The loop of `explain`, `evaluate` and `batch`: an engine maps a plan, and a store takes the rows."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def execute(mapper: Mapper, store: Store, engine: Engine, options: RunOptions) -
 
 
 def _compute(mapper: Mapper, store: Store, engine: Engine, model: nn.Module) -> Generator[list[Row], None, None]:
-    """Yield the rows of each image. If a batch does not fit into memory, go on with a plan of smaller ones."""
+    """Yield the rows of each image. If a batch does not fit into memory, continue with a plan of smaller batches."""
     from .network import BatchTooLargeError
 
     while not mapper.is_interrupted():

@@ -22,7 +22,7 @@ from .store import is_output
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
 _OWN = "is a file that saliency wrote, so it is left out"
-# Without these common names, a list with the header "image,label" would be read as one without a header, whose first
+# Without these common names, a list with the header "image,label" would be read as a list without a header, whose first
 # image is missing. The JSON files of shards have such names too.
 _PATHS = ("path", "file", "filename", "image", "photo", "source")
 _TARGETS = ("target", "class", "label", "category", "cls")
@@ -61,17 +61,17 @@ def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.Pa
     Raises:
         BatchError: `sources` are not paths, a list cannot be read, or the targets match no image.
     """
-    found: dict[tuple[object, ...], ImageEntry] = {}
+    entries_by_key: dict[tuple[object, ...], ImageEntry] = {}
     expected = "expected paths of images; `attribute` and `compare` take images in memory"
     with errors_as(BatchError, f"{type(sources).__name__} is not a path or a list of paths: {expected}"):
         paths = [os.fsdecode(source) for source in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
     for source in paths:
         is_list = Path(source).suffix.lower() in LISTS
         for number, entry in enumerate(_images_of_source(source, recursive)):
-            found.setdefault((*entry.key, source, number) if is_list else entry.key, entry)
-    own = [entry for entry in found.values() if entry.problem == _OWN]
-    entries = [entry for entry in found.values() if entry.problem != _OWN] or own[:1]
-    return Found(entries if targets is None else _with_targets(entries, os.fsdecode(targets)), len(own))
+            entries_by_key.setdefault((*entry.key, source, number) if is_list else entry.key, entry)
+    drawings = [entry for entry in entries_by_key.values() if entry.problem == _OWN]
+    entries = [entry for entry in entries_by_key.values() if entry.problem != _OWN] or drawings[:1]
+    return Found(entries if targets is None else _with_targets(entries, os.fsdecode(targets)), len(drawings))
 
 
 def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
@@ -116,11 +116,11 @@ def _images_of_address(source: str, recursive: bool) -> Iterator[ImageEntry]:
         yield _entry(source, problem="is an address; lists, shards and volumes are read from local files: download it")
         return
     try:
-        found = list_files(source, recursive=recursive)
+        addresses = list_files(source, recursive=recursive)
     except ImageError as error:
         yield _entry(source, problem=str(error))
         return
-    entries = [_entry(address, below) for address, below in found if is_image(address) and not is_volume(address)]
+    entries = [_entry(address, below) for address, below in addresses if is_image(address) and not is_volume(address)]
     yield from entries or [_entry(source, problem="there are no images at this address")]
 
 
@@ -237,7 +237,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
 
 
 def parse_target(text: object) -> int | str | None:
-    """Parse a target of a list: an index, its digits, a name, or None for an empty text."""
+    """Parse the target of a row: an index, or a text without spaces around it; None for an empty text."""
     return text if isinstance(text, int) else str(text or "").strip() or None
 
 

@@ -162,10 +162,10 @@ def write_listing(folder: Path, entries: Sequence[ImageEntry]) -> None:
 
 def remove_temporary_files(folder: Path, subfolders: Iterable[str] = (*FOLDERS, RESULTS)) -> None:
     """Remove the temporary files of writers that were killed, from the folder itself and from some in it."""
-    below = (found for name in subfolders for found in os.walk(folder / name))
-    for place, _, files in chain([next(os.walk(folder))], below):
+    below = (walked for name in subfolders for walked in os.walk(folder / name))
+    for path, _, files in chain([next(os.walk(folder))], below):
         for name in filter(_TEMPORARY.fullmatch, files):
-            (Path(place) / name).unlink(missing_ok=True)
+            (Path(path) / name).unlink(missing_ok=True)
 
 
 def clear(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
@@ -194,9 +194,9 @@ def fits(value: object, shape: Any) -> bool:
     have other keys.
     """
     if isinstance(shape, dict):
-        return isinstance(value, dict) and all(key in value and fits(value[key], of) for key, of in shape.items())
+        return isinstance(value, dict) and all(key in value and fits(value[key], part) for key, part in shape.items())
     if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+        return isinstance(value, list) and all(fits(entry, shape[0]) for entry in value)
     if isinstance(shape, re.Pattern):
         return shape.fullmatch(json.dumps(value, ensure_ascii=False)) is not None
     return isinstance(value, shape)
@@ -214,7 +214,7 @@ def read_json(path: Path, shape: Any) -> Any:
 def is_output(path: str) -> bool:
     """Return whether a run writes this file or folder."""
     whole = Path(os.path.realpath(path))
-    inside = any(each.name in FOLDERS and _is_run(each.parent) for each in (whole, *whole.parents))
+    inside = any(folder.name in FOLDERS and _is_run(folder.parent) for folder in (whole, *whole.parents))
     return inside or (whole.name in FILES and _is_run(whole.parent))
 
 
@@ -235,9 +235,9 @@ class Store:
         limit: Largest number of images to explain, all detections of each; None for all.
 
     Attributes:
-        total: Number of entries to explain, the first ones.
+        total: Number of entries to explain, from the first on.
         missing: Methods without results, by the number of the image; images with all results are absent.
-        sizes: Pairs of the first image and the size of its batch and of the following ones.
+        sizes: Pairs of the first image and the size of its batch and of the following batches.
         failed: Numbers of the images with an error.
         failures: The rows of errors of this run.
         fresh: Number of images that this run explained.
@@ -295,11 +295,11 @@ class Store:
         self.sizes = sizes
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Store the rows of an image: a row per method, or one without a method for an error of the image."""
+        """Store the rows of an image: a row per method, or a single row without a method for an error of the image."""
         index, methods = rows[0]["index"], {row["method"] for row in rows}
-        left = tuple(method for method in self.missing.pop(index) if method not in methods)
-        if left and None not in methods:  # interrupted between two methods
-            self.missing[index] = left
+        unfinished = tuple(method for method in self.missing.pop(index) if method not in methods)
+        if unfinished and None not in methods:  # interrupted between two methods
+            self.missing[index] = unfinished
         failed = [row for row in rows if row["error"] is not None]
         self.failed |= {index} if failed else set()
         self.failures += failed
@@ -372,7 +372,7 @@ class ManifestStore(Store):
         old, new = head["fingerprint"], fingerprint(self._options, self._output)
         different = [name for name in new if old.get(name, new[name]) != new[name]]
         if different:
-            # A method without rows, such as one with an invalid option, may have other options now.
+            # A method without rows, such as a method with an invalid option, may have other options now.
             explained = {"", *(row["method"] for row, _ in read_rows(out / MANIFEST))}
             different = [name for name in different if name.partition(" of ")[2] in explained]
         if different:
@@ -416,13 +416,13 @@ class ManifestStore(Store):
         new = [entry for entry in self.entries[: self.total] if entry.detection is None]
         first = self.total - len(new)
         most = detections if isinstance(detections, int) else sys.maxsize
-        found: list[ImageEntry] = []
+        detected: list[ImageEntry] = []
         for entry in new:
             stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
             ranks = range(max(1, min(network.count_detections(entry), most)))
-            found += [entry._replace(label=f"{stem}.{rank}{suffix}", detection=rank) for rank in ranks]
+            detected += [entry._replace(label=f"{stem}.{rank}{suffix}", detection=rank) for rank in ranks]
         listed, rest = self.entries[:first], self.entries[self.total :]
-        self.entries = [*listed, *with_names(found, [*listed, *rest], MOST_PER_FOLDER), *rest]
+        self.entries = [*listed, *with_names(detected, [*listed, *rest], MOST_PER_FOLDER), *rest]
         self._find_missing()
 
     def write_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:

@@ -120,12 +120,27 @@ def _unknown_command(name: str) -> str:
     return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
-_MODEL = (
-    "--model --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
-    "--target --box --point --index --region --where --keypoint"
-)
-_FIRST_TEXT = "explain the first text against the other texts"
-_STYLE = "--opacity --colormap --sign --percentile --smoothing"
+_MODEL = "--model --weights --classes --preprocess --whole --method --layer --set --device --target"
+_TARGETS = """\
+targets:
+  cat, 281               class by name or index
+  box:0                  detection with the highest probability; box:1 the next
+  box:210,110            detection at a point
+  box:120,40,300,260     detection that overlaps a box: left,top,right,bottom
+  box:cat, box:cat:0     detection of a class, also with any of the places above
+  region:cat             all pixels of a class in a segmentation
+  region:cat:border      its contour; also cat:mask.png, or with a point or a box
+  keypoint:nose          joint of a pose; keypoint:nose:1 of the second person
+  "text:a red car"       text, for a model of images and texts
+Positions are in pixels of the image.
+"""
+_DRAWING = """\
+drawing:
+  --set also takes opacity (0 to 1, or map), colormap (of matplotlib), sign
+  (positive, signed or absolute), percentile (at which colours saturate, auto or
+  none) and smoothing (a fraction of the edge).
+"""
+_SET_HELP = "option of the methods, see saliency methods NAME; or of the drawing, see below"
 _EXIT_CODES = """\
 exit codes:
   0    success; with --method all, methods that do not apply are not failures
@@ -137,18 +152,18 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        f"IMAGE --quiet --recursive {_MODEL} --text --out --sheet --save --trust --seconds {_STYLE}",
+        f"IMAGE --quiet --recursive {_MODEL} --out --sheet --save --trust --seconds",
         "commands:explain",
         f"""\
 examples:
   saliency explain cat.jpg
   saliency explain cat.jpg -m grad_cam guided_backprop --target "tiger cat"
   saliency explain photos/ --method all --sheet --out maps
-  saliency explain *.jpg --model resnet50 --layer layer3 --opacity 0.5
+  saliency explain *.jpg --model resnet50 --layer layer3 --set opacity=0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
-  saliency explain cat.jpg --model open_clip/ViT-B-32 --text "a cat" "a dog"
-  saliency explain street.jpg --model mine.py:detector --point 210,110
-  saliency explain cat.jpg --model mine.py:unet --region cat --where border
+  saliency explain cat.jpg --model open_clip/ViT-B-32 -t text:cat text:dog
+  saliency explain street.jpg --model mine.py:detector --target box:210,110
+  saliency explain cat.jpg --model mine.py:unet --target region:cat:border
   curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
 
 files:
@@ -156,23 +171,19 @@ files:
   image. Images with the same name are numbered: cat-2.grad_cam.png. Files of
   an earlier run are replaced. With -o -, one overlay goes to standard output.
 
-boxes, regions and joints:
-  --box, --point or --index choose a detection, also with --target CLASS. The
-  overlay shows its box in green. --region is for segmentations, and --keypoint
-  for poses. All positions are in pixels of the image.
+{_TARGETS}
+Several texts have a map each, of their log-odds among all texts, in files such
+as DIR/cat-a_dog.grad_cam.png. The score of a single text is its cosine
+similarity to the image.
 
-texts:
-  For a model of images and texts, --text draws one map per text. The score of
-  a text is its log-odds among all given texts. The score of a single text is
-  its cosine similarity to the image. The files are DIR/cat-a_dog.grad_cam.png.
-
+{_DRAWING}
 {_EXIT_CODES}""",
-        {"--device": "cpu, cuda:1 or auto (default)"},
+        {"--set": _SET_HELP, "--device": "cpu, cuda:1 or auto (default)"},
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --detections --out --maps --trust --seconds "
-        f"--restart --retry --strict --format {_STYLE} --engine --batch-size --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --detections --out --maps --trust --seconds "
+        "--restart --retry --strict --format --engine --batch-size --workers",
         "batch_commands:run",
         f"""\
 examples:
@@ -181,15 +192,18 @@ examples:
   saliency batch photos/ --trust --seconds 5   (can each map be trusted?)
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
-  saliency batch photos/ --model open_clip/ViT-B-32 --text "a cat" "a dog"
+  saliency batch photos/ --model open_clip/ViT-B-32 -t text:cat text:dog
   saliency batch photos/ --model mine.py:detector --detections all --out boxes
   find . -name '*.jpg' | saliency batch - --out maps
 
 A run may be interrupted at any time. Run the same command again to resume.
 With --detections, cat.jpg has a map for each box: cat.0, cat.1, ...;
 --target CLASS selects detections of a class.
-With --text, the first text is explained against the other texts.
 
+{_TARGETS}
+Of several texts, the first is explained against the others.
+
+{_DRAWING}
 files:
   DIR/index.html       the gallery page
   DIR/overlays/        cat.jpg by grad_cam is overlays/cat.grad_cam.png
@@ -198,22 +212,25 @@ files:
   DIR/trust/           with --trust: a trust card of each overlay
 
 {_EXIT_CODES}""",
-        {"--text": _FIRST_TEXT},
+        {"--set": _SET_HELP},
     ),
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --text --targets --metrics --masks --boxes "
-        "--set-metric --out --engine --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --metrics --objects --out --engine --workers",
         "commands:evaluate",
         f"""\
 examples:
   saliency evaluate photos/ -m grad_cam layer_cam lrp --out measured
-  saliency evaluate photos/ -m grad_cam rise --set-metric steps=28
-  saliency evaluate photos/ --masks masks/ --metrics pointing_game
-  saliency evaluate photos/ --boxes boxes.json --metrics iou
+  saliency evaluate photos/ -m grad_cam rise --set steps=28
+  saliency evaluate photos/ --objects masks/ --metrics pointing_game
+  saliency evaluate photos/ --objects boxes.json --metrics iou
 
 Each method is compared on each image with maps that ignore the prediction.
-Run the same command again to resume, or with more methods.
+Run the same command again to resume, or with more methods. If a method and a
+metric have the same option, write --set metric.steps=28 or method.steps=28.
+
+{_TARGETS}
+Of several texts, the first is explained against the others.
 
 files:
   DIR/evaluation.html  the sortable table and all differences; in an output
@@ -222,21 +239,22 @@ files:
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
 
 {_EXIT_CODES}""",
-        {"--text": _FIRST_TEXT},
+        {"--set": "option of the methods or metrics, such as steps=28"},
     ),
     "trust": Command(
         "measure whether the heatmap of one image can be trusted",
-        f"IMAGE --quiet {_MODEL} --seconds --seed --json --html --png",
+        f"IMAGE --quiet {_MODEL} --seconds --seed --card",
         "commands:trust",
         f"""\
 examples:
   saliency trust cat.jpg -m grad_cam --target "tiger cat"
-  saliency trust cat.jpg -m guided_backprop --html card.html --png card.png
-  saliency trust cat.jpg --json > card.json
+  saliency trust cat.jpg -m guided_backprop -o card.html -o card.png
+  saliency trust cat.jpg -o - > card.json
 
 Each property is compared with maps that ignore the prediction. The result is
 "clear" only if the heatmap is better than all of them.
 
+{_TARGETS}
 {_EXIT_CODES}""",
         {
             "IMAGE": "one image file",
@@ -246,7 +264,7 @@ Each property is compared with maps that ignore the prediction. The result is
     ),
     "serve": Command(
         "show a page on which a model explains photos: drop one, compare methods",
-        "MODEL FOLDER --quiet --weights --classes --preprocess --whole --whole-aspect --method --layer --set --device "
+        "MODEL FOLDER --quiet --weights --classes --preprocess --whole --method --layer --set --device "
         "--port --host --no-browser",
         "commands:serve",
         """\
@@ -265,8 +283,7 @@ Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
     ),
     "export": Command(
         "write a model and its heatmap as one program, for PyTorch or ONNX",
-        "MODEL --quiet --image --weights --classes --preprocess --whole --whole-aspect --method --layer --set --target "
-        "--output",
+        "MODEL --quiet --image --weights --classes --preprocess --whole --method --layer --set --target --output",
         "commands:export",
         """\
 examples:
@@ -308,6 +325,7 @@ examples:
   saliency layers --image cat.jpg --stats --gradients
   saliency layers --all --gradients parameters
 """,
+        {"--target": "class whose gradients are shown (default: the top class)"},
     ),
     "models": Command(
         "list the models that can be loaded by name",

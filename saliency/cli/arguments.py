@@ -9,12 +9,14 @@ import argparse
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..batch import FORMATS, SIGNS, OverlayStyle
+from ..aliases import matches
+from ..batch import FORMATS
 from ..errors import did_you_mean
 from ..io.atomic_write import is_image
 
@@ -56,13 +58,27 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse arguments. Options may precede, separate and follow positional arguments."""
-        arguments, unknown = self.parse_known_intermixed_args(words)
+        arguments, unknown = self.parse_known_intermixed_args(_join_whole(words))
         if unknown:
-            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             flag = unknown[0].partition("=")[0]
-            to_files = "; use --html FILE or --png FILE" if flag in ("-o", "--out") and "--png" in known else ""
-            self.error(f'no option "{flag}"{to_files or did_you_mean(flag, known)}')
+            self.error(self._renamed(unknown[0], words) or f'no option "{flag}"{did_you_mean(flag, flags)}')
+        if vars(arguments).get("target"):  # -t "text:a dog" "text:a cat" cat.jpg
+            images = vars(arguments).get("sources") or vars(arguments).get("images") or []
+            arguments.target += [word for word in images if word.startswith("text:")]
+            images[:] = [word for word in images if not word.startswith("text:")]
         return arguments
+
+    def _renamed(self, word: str, words: Sequence[str]) -> str:
+        """Return how to write an option of an earlier version; empty if the command had no such option."""
+        flag, equals, value = word.partition("=")
+        written = matches(f"{self.prog.split()[-1]}:{flag}", "flags") or matches(flag, "flags")
+        option, _, form = "".join(written).partition(" ")
+        if option not in self._option_string_actions:
+            return ""
+        value = value if equals else "".join(words[words.index(word) + 1 :][:1]) or "..."
+        before = f"{flag} {shlex.quote(value)}" if "VALUE" in form else flag
+        return f"{before} is now {option} {shlex.quote(form.replace('VALUE', value))}"
 
 
 def arguments_of(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -71,20 +87,18 @@ def arguments_of(function: Callable[..., object], arguments: argparse.Namespace)
     return {name: value for name, value in vars(arguments).items() if name in parameters}
 
 
-def overlay_style(arguments: argparse.Namespace) -> OverlayStyle:
-    """Return the overlay style of the parsed arguments. Raises BatchError or RenderError if a value is invalid."""
-    return OverlayStyle(**arguments_of(OverlayStyle, arguments))
+def _join_whole(words: Sequence[str]) -> list[str]:
+    """Join `--whole` and its value to one word. Otherwise argparse takes an image after `--whole` as its value."""
+    joined: list[str] = []
+    for word in words:
+        if word == "aspect" and joined[-1:] == ["--whole="]:
+            joined[-1] += word
+        else:
+            joined.append("--whole=" if word == "--whole" else word)
+    return joined
 
 
 # Converting arguments ------------------------------------------------------------------------------------------
-
-
-def _number(text: str) -> float | str | None:
-    """Parse a number, a word, or `none` as None. `OverlayStyle` checks the value."""
-    try:
-        return float(text)
-    except ValueError:
-        return None if text == "none" else text
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -101,6 +115,12 @@ def _setting(text: str) -> tuple[str, Any]:
 def _path(text: str) -> Path | str:
     """Return an absolute path, since code of the user may change the current folder. Return an address unchanged."""
     return text if "://" in text else Path(text).absolute()
+
+
+def _card_file(text: str) -> Path:
+    if text != "-" and Path(text).suffix not in (".html", ".png", ".json"):
+        raise ValueError(text)
+    return Path(text).absolute()
 
 
 def _folder(text: str) -> Path:
@@ -140,26 +160,17 @@ def _class_names(file: str) -> list[str] | dict[int, str]:
     return [name[-1] if isinstance(name, list) else name for name in names]
 
 
-def _place(text: str) -> tuple[float, ...]:
-    numbers = tuple(map(float, text.split(",")))
-    if len(numbers) not in (2, 4):
-        raise ValueError(f"got {len(numbers)} numbers")
-    return numbers
+def _whole(text: str) -> str | bool:
+    return text == "" or {"aspect": text}[text]
 
 
 def _detections(text: str) -> int | str:
     return ALL if text == ALL else int(text)
 
 
-def _where(text: str) -> str | Path | tuple[float, ...]:
-    """Parse the pixels of a region: a word, the file of a mask, a box or a point."""
-    if text in ("predicted", "border"):
-        return text
-    return Path(text) if Path(text).is_file() else _place(text)
-
-
-def _boxes(file: str) -> dict[str, Any]:
-    return dict(json.loads(Path(file).read_bytes()))
+def _objects(name: str) -> str | dict[str, Any]:
+    """Parse a JSON file of boxes. Return the folder or the pattern of masks unchanged."""
+    return dict(json.loads(Path(name).read_bytes())) if Path(name).suffix == ".json" else name
 
 
 def _preprocess(text: str) -> dict[str, Any]:
@@ -194,26 +205,31 @@ class Argument:
         usage: An option "-o --out DIR", a switch "-q --quiet", or a positional argument "DIR".
         text: The help.
         exclusive: Name of a group of mutually exclusive options; empty without a group.
+        name: Name in `COMMANDS`, if it is not the long flag.
         keywords: More keyword arguments of `add_argument`.
 
     Attributes:
-        name: The long flag, such as "--model", or the metavar of a positional argument.
+        name: Name in `COMMANDS`: the long flag, such as "--model", or the metavar of a positional argument.
         flags: Positional arguments of `add_argument`.
         keywords: Keyword arguments of `add_argument`.
     """
 
-    def __init__(self, usage: str, text: str, exclusive: str = "", **keywords: Any) -> None:
+    def __init__(self, usage: str, text: str, exclusive: str = "", name: str = "", **keywords: Any) -> None:
         flags = [word for word in usage.split() if word.startswith("-")]
         metavar = usage.split()[len(flags) :]
         if "type" in keywords:
             keywords["type"] = _explained(keywords["type"], text)
         value: dict[str, Any] = {"metavar": metavar[0]} if metavar else {"action": "store_true"}
-        self.name, self.exclusive = flags[-1] if flags else usage, exclusive
+        self.name, self.exclusive = name or (flags[-1] if flags else usage), exclusive
         self.flags = flags or [keywords.pop("dest")]
         self.keywords = {"help": text} | value | keywords
 
 
 _METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD})"
+_TARGET_HELP = "class by name or index, or another of the targets below (default: the top class of each image)"
+_WHOLE_HELP = "show the model the whole image, not its centre; resized, or with its aspect ratio"
+_SET_HELP = "option of the methods; see saliency methods NAME"
+_CARD_HELP = "file of the card, .html, .png or .json, or - to print JSON; may be repeated"
 _GRADIENTS_HELP = "also print gradients of the score of one class, of layers or parameters (default: layers)"
 ARGUMENTS: dict[str, list[Argument]] = {
     "": [
@@ -235,8 +251,6 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--gradients OF", _GRADIENTS_HELP, nargs="?", const="layers", choices=["layers", "parameters"]),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
         Argument("--title TEXT", "title of the page; later runs keep it"),
-        Argument("--html FILE", "also write everything to an HTML page", type=_path),
-        Argument("--png FILE", "also draw everything as a figure", type=_path),
         Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
         Argument("--port N", "port of the page (default: any free one)", type=int, default=0),
@@ -249,50 +263,25 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
         Argument("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
         Argument("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
-        Argument("-t --target CLASS", "class name or index (default: the top class of each image)", "target"),
-        Argument(
-            "--text TEXT",
-            "draw one map per text, against the other texts",
-            "target",
-            dest="texts",
-            nargs="+",
-            default=[],
-        ),
+        Argument("-t --target TARGET", _TARGET_HELP, "target", action="append"),
         Argument("--targets FILE", "csv file with the columns path and target", "target"),
-        Argument("--box BOX", "left,top,right,bottom of a detection, as in 120,40,300,260", type=_place),
-        Argument("--point POINT", "x,y in a detection, as in 210,110, in pixels of the image", type=_place),
-        Argument("--index N", "rank of a detection by probability, from 0", type=int),
         Argument(
             "--detections N|all", "explain all detections, or the N best, each by a map of its own", type=_detections
         ),
-        Argument("--region CLASS", "class of a segmentation, whose pixels are explained"),
-        Argument(
-            "--where PLACE", "predicted (default), border, mask.png, box or point: the pixels of --region", type=_where
-        ),
-        Argument("--keypoint NAME", "joint of a pose; --index N chooses another person"),
-        Argument("--whole", "show the model the whole image, resized, instead of its centre", "whole"),
-        Argument(
-            "--whole-aspect",
-            "as --whole, but keep the aspect ratio",
-            "whole",
-            dest="whole",
-            action="store_const",
-            const="aspect",
-        ),
+        Argument("--whole aspect", _WHOLE_HELP, nargs="?", default=False, type=_whole),
         Argument("--layer NAME", "layer that the method reads; see saliency layers (default: automatic)"),
-        Argument("--set OPTION=VALUE", "see saliency methods NAME", dest="options", type=_setting, action="append"),
+        Argument("--set OPTION=VALUE", _SET_HELP, dest="options", type=_setting, action="append", default=[]),
     ],
     "metrics": [
         Argument("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),
-        Argument("--masks FOLDER", "masks of the objects (nonzero pixels), named as the images", "object"),
-        Argument("--boxes FILE", 'JSON of boxes by image, as in {"a.png": [x0, y0, x1, y1]}', "object", type=_boxes),
-        Argument(
-            "--set-metric OPTION=VALUE", "such as steps=28", dest="metric_settings", type=_setting, action="append"
-        ),
+        Argument("--objects FOLDER|FILE", "masks named as the images, or a JSON file of boxes", type=_objects),
     ],
     "output": [
         Argument("-o --out DIR", "output folder (default: out)", type=_folder, default=Path("out")),
         Argument("-o --output FILE", "model.pt2 for PyTorch, or model.onnx", dest="file", type=_path, required=True),
+        Argument(
+            "-o --out FILE", _CARD_HELP, name="--card", dest="files", type=_card_file, action="append", default=[]
+        ),
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),
@@ -300,18 +289,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--restart", "delete the results of an earlier run and start again"),
         Argument("--retry", "retry images that failed in an earlier run"),
         Argument("--strict", "stop at the first image that fails"),
-    ],
-    "overlay style": [
-        Argument("--format NAME", "png, jpg or webp (default: png)", choices=FORMATS, default="png"),
-        Argument(
-            "--opacity NUMBER", "0 to 1, or map: as strong as the map (default: map)", type=_number, default="map"
-        ),
-        Argument("--colormap NAME", "any matplotlib colormap (default: inferno, or bwr if signed)"),
-        Argument("--sign SIGN", f"{', '.join(SIGNS)} (default: as in the method's paper)", choices=SIGNS),
-        Argument(
-            "--percentile NUMBER", "at which colours saturate, or none or auto (default)", type=_number, default="auto"
-        ),
-        Argument("--smoothing NUMBER", "width, as a share of the edge (default: 0.005)", type=float, default=0.005),
+        Argument("--format NAME", "of overlays: png, jpg or webp (default: png)", choices=FORMATS, default="png"),
     ],
     "execution": [
         Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),

@@ -8,79 +8,117 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from itertools import chain
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from rich.text import Text
 
-from ..batch import Summary, batch
+from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
 from ..batch.manifest import write_csv
-from ..errors import plural, visible
-from .arguments import ALL, METHOD, arguments_of, overlay_style
+from ..errors import MethodError, plural, visible
+from .arguments import ALL, METHOD, arguments_of
 from .console import Screen, UsageError, one_line
-
-_DETECTION = ("box", "point", "index")
-_TOGETHER = (
-    *((name, "target") for name in (*_DETECTION, "texts", "targets", "detections")),
-    *(("region", "where"), ("keypoint", "index"), ("detections", "targets")),
-)
-"""Names of arguments that may be given together, besides one alone."""
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
     """Run the batch, print its summary, and return the exit code."""
-    given = run_arguments(batch, arguments) | {"style": overlay_style(arguments)}
+    options = run_arguments(batch, arguments)
+    options["options"], options["style"] = split_style(arguments, options["methods"])
     with screen.progress() as show:
-        summary = batch(**given, command=["saliency", *sys.argv[1:]], on_progress=show)
+        summary = batch(**options, command=["saliency", *sys.argv[1:]], on_progress=show)
     expected = expected_errors(arguments)
     _print_summary(summary, screen, "image" if arguments.detections is None else "detection", expected)
     return 1 if summary.kinds.keys() - expected else 0
 
 
 def run_arguments(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the parsed arguments of `batch` or `evaluate`. The first text is the target, against the others."""
-    methods = select_methods(arguments.methods or [METHOD])
-    given = arguments_of(function, arguments) | {"sources": list(read_sources(arguments.sources)), "methods": methods}
-    given["target"] = choose_target(arguments)
-    if arguments.texts:
-        from ..targets.similarity import text
-
-        given["target"] = text(arguments.texts[0], against=arguments.texts[1:])
-    return given
+    """Return the parsed arguments of `batch` or `evaluate`, without the values of --set."""
+    return arguments_of(function, arguments) | {
+        "sources": list(read_sources(arguments.sources)),
+        "methods": select_methods(arguments.methods or [METHOD]),
+        "target": choose_target(arguments),
+    }
 
 
 def choose_target(arguments: argparse.Namespace) -> Any:
-    """Return the class, detection, region or joint of the parsed arguments.
+    """Return the target of the parsed arguments, the first of several texts. Raises as `choose_targets`."""
+    return next(iter(choose_targets(arguments).values()), None)
+
+
+def choose_targets(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the targets of the parsed arguments by their words. Each of several texts is explained against the others.
 
     Raises:
-        UsageError: They name several targets.
-        SaliencyError: A place is invalid, or the mask of a region cannot be read.
+        UsageError: There are several targets that are not all texts.
+        TargetError: One of several targets is invalid.
     """
-    every = dict.fromkeys(chain.from_iterable(_TOGETHER))
-    given = [name for name in every if getattr(arguments, name, None) not in (None, [])]
-    if given == ["where"] or not any(together.issuperset(given) for together in map(set, _TOGETHER)):
-        flags = ", ".join(f"--{name}" for name in given).replace("--texts", "--text")
-        hint = "--point X,Y --target CLASS, --region CLASS --where PLACE or --keypoint NAME --index N"
-        raise UsageError(f"{flags} is not one target; pass for example {hint}")
-    if not {*_DETECTION, "region", "keypoint"}.intersection(given):
-        return arguments.target
-    import numpy as np
+    words = dict.fromkeys(arguments.target or ())
+    if len(words) < 2:
+        return {word: word for word in words}
+    from ..targets.language import parse_target
+    from ..targets.similarity import TextSimilarity
 
-    from ..io.inputs import open_image
-    from ..io.preprocess import drawable
-    from ..targets.boxes import box
-    from ..targets.regions import keypoint, region
+    parsed = {word: parse_target(word) for word in words}
+    texts = {word: target for word, target in parsed.items() if isinstance(target, TextSimilarity)}
+    if len(texts) < len(words):
+        hint = 'several targets are possible only as texts, as in --target "text:a dog" "text:a cat"'
+        raise UsageError(f"got the targets {', '.join(words)}; {hint}")
+    return {
+        word: replace(target, against=tuple(other.prompt for other in texts.values() if other is not target))
+        for word, target in texts.items()
+    }
 
-    if "region" in given:
-        where = arguments.where
-        is_mask = isinstance(where, Path)
-        return region(arguments.region, np.asarray(drawable(open_image(where))).any(-1) if is_mask else where)
-    if "keypoint" in given:
-        return keypoint(arguments.keypoint, arguments.index or 0)
-    return box(**{name: getattr(arguments, name) for name in _DETECTION}, cls=arguments.target)
+
+def split_style(arguments: argparse.Namespace, methods: Sequence[str]) -> tuple[dict[str, Any], OverlayStyle]:
+    """Return the values of --set for the methods, and the style of the overlays.
+
+    Raises:
+        MethodError, UsageError: As `split_settings`.
+        BatchError, RenderError: A value of the style is invalid.
+    """
+    names = [name for name in signature(OverlayStyle).parameters if name != "format"]
+    options, style = split_settings(arguments.options, methods, "overlay", names)
+    values: dict[str, Any] = {name: None if value == "none" else value for name, value in style.items()}
+    return options, OverlayStyle(**values, **arguments_of(OverlayStyle, arguments))
+
+
+def split_settings(
+    settings: Sequence[tuple[str, Any]], methods: Sequence[str], owner: str, names: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide the values of --set into the options of the methods and the options of the overlay or the metrics.
+
+    Args:
+        settings: Pairs of a name and a value. The name may begin with its owner, as in "metric.steps".
+        methods: Names of the methods.
+        owner: "overlay" or "metric".
+        names: Names of the options of the overlay or the metrics.
+
+    Raises:
+        MethodError: An option does not exist.
+        UsageError: Both have an option of the name.
+    """
+    split: dict[str, dict[str, Any]] = {"method": {}, owner: {}}
+    if settings:
+        from ..aliases import option_hint
+        from ..methods import METHODS
+
+        of_methods = dict.fromkeys(name for method in methods for name in METHODS.find(method).options())
+        options = {"method": of_methods, owner: names}
+        for setting, value in settings:
+            prefix, _, name = setting.rpartition(".")
+            owners = [owner for owner, names in options.items() if name in names and prefix in ("", owner)]
+            if not owners:
+                asked = "any method" if len(methods) == len(METHODS) else ", ".join(methods)
+                hint = option_hint(name, [*of_methods, *names])
+                raise MethodError(f'no option "{setting}" of {asked} or the {owner}{hint}')
+            if len(owners) > 1:
+                hint = f"write method.{setting} or {owner}.{setting}"
+                raise UsageError(f"--set {setting}: a method and the {owner} have this option; {hint}")
+            split[owners[0]][name] = value
+    return split["method"], split[owner]
 
 
 def expected_errors(arguments: argparse.Namespace) -> set[str]:
@@ -99,13 +137,14 @@ def read_sources(words: list[str]) -> Iterator[str]:
         yield from map(os.fsdecode, filter(None, data.split(b"\0") if b"\0" in data else data.splitlines()))
 
 
-def select_methods(names: list[str]) -> list[str]:
-    """Return the methods given by --method, without duplicates."""
-    if ALL not in names:
-        return list(dict.fromkeys(names))
-    from ..methods import METHODS
+def select_methods(names: Sequence[str]) -> list[str]:
+    """Return the methods given by --method, without duplicates. "all" selects every method."""
+    every: Sequence[str] = ()
+    if ALL in names:
+        from ..methods import METHODS
 
-    return list(METHODS)
+        every = list(METHODS)
+    return list(dict.fromkeys(method for name in names for method in (every if name == ALL else [name])))
 
 
 def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set[str]) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from ..aliases import option_hint
 from ..attribution.base import get_method
 from ..attribution.explanation import Explanation
 from ..attribution.options import declared_options
@@ -29,21 +28,28 @@ from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
 from ..batch.network import LoadedImage, Network, create_methods, find_devices, load_model, move_model, trust_card
 from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
-from ..batch.plan import Slot
+from ..batch.plan import BatchSlot
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
-from ..errors import MethodError, SaliencyError, plural, visible
-from ..evaluation.metrics.base import Metric, get_metric
+from ..errors import SaliencyError, plural, visible
+from ..evaluation.metrics.base import get_metric
 from ..io.atomic_write import inside
 from ..methods import METHODS
 from ..render.blending import shrink
 from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..tables import Table
-from ..targets.similarity import text
-from .arguments import ALL, METHOD, MODEL, arguments_of, overlay_style
-from .batch_commands import choose_target, expected_errors, run_arguments
+from .arguments import ALL, METHOD, MODEL, arguments_of
+from .batch_commands import (
+    choose_target,
+    choose_targets,
+    expected_errors,
+    run_arguments,
+    select_methods,
+    split_settings,
+    split_style,
+)
 from .console import Screen, UsageError
 from .lists import noise
 
@@ -55,7 +61,7 @@ METRICS = ("deletion", "insertion")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Mapper(ExplainMapper):
+class CollectingMapper(ExplainMapper):
     """Results to print and draw after the run, also after an interruption.
 
     Attributes:
@@ -86,9 +92,11 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
-    arguments.target = choose_target(arguments)
+    targets = choose_targets(arguments)
+    texts = {word: target for word, target in targets.items() if word.startswith("text:")}
+    arguments.target = next(iter(targets.values()), None)
     with tempfile.TemporaryDirectory() as scratch:
-        entries, left_out = _find_images(arguments, more_images, Path(scratch))
+        entries, left_out = _find_images(arguments, more_images, texts, Path(scratch))
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, entries, screen)
             screen.say_left_out(left_out)
@@ -104,7 +112,7 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         return code
 
 
-def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Path) -> Found:
+def _find_images(arguments: argparse.Namespace, more: Sequence[str], texts: Mapping[str, Any], scratch: Path) -> Found:
     """Find the images. The name "-" denotes the image on standard input, which is written to a file."""
     names = [*arguments.images, *more]
     if "-" in names:
@@ -112,34 +120,34 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], scratch: Pa
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
     entries, left_out = find_images(files, recursive=arguments.recursive)
     entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
-    return Found(with_names([one for entry in entries for one in _once_per_text(entry, arguments.texts)]), left_out)
+    return Found(with_names([row for entry in entries for row in _once_per_text(entry, texts)]), left_out)
 
 
-def _once_per_text(entry: ImageEntry, texts: Sequence[str]) -> list[ImageEntry]:
-    """Return an image once for each text, which is its target against the others, and a part of its file names."""
+def _once_per_text(entry: ImageEntry, texts: Mapping[str, Any]) -> list[ImageEntry]:
+    """Return an image once for each text, which is its target, and a part of its file names."""
     stem, suffix = os.path.splitext(entry.label)  # noqa: PTH122
-    targets = {one: text(one, against=[other for other in texts if other != one]) for one in texts}
-    return [
-        entry._replace(label=f"{stem}-{one.replace(' ', '_')}{suffix}", target=target)
-        for one, target in targets.items()
-    ] or [entry]
+    labels = {word: f"{stem}-{word.removeprefix('text:').strip().replace(' ', '_')}{suffix}" for word in texts}
+    if len(texts) < 2:  # the target of the run
+        return [entry._replace(label=label) for label in labels.values()] or [entry]
+    return [entry._replace(label=label, target=texts[word]) for word, label in labels.items()]
 
 
 def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequence[ImageEntry], screen: Screen) -> int:
     """Explain the images, and write the overlays to a folder."""
     if not entries:
         raise UsageError("no image was given; try: saliency explain photo.jpg")
-    style = overlay_style(arguments)
-    given = {**vars(arguments), "methods": methods, "style": style, "maps": arguments.save, "with_manifest": False}
+    settings, style = split_style(arguments, methods)
+    values = vars(arguments) | {"methods": methods, "options": settings, "style": style}
+    values |= {"maps": arguments.save, "with_manifest": False}
     rows: list[Row] = []
     thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
     _require_other_files(arguments, methods, entries)
     out = arguments.out.absolute()  # code of the user may change the current folder
     try:
         with screen.progress() as show:
-            options, output = NetworkOptions.of(given), OutputOptions.of(given)
+            options, output = NetworkOptions.of(values), OutputOptions.of(values)
             engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
-            mapper = _Mapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
+            mapper = CollectingMapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
             execute(mapper, Store(out, entries, methods), engine, RunOptions(on_progress=show))
     except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
         rows[:] = [row for row in rows if row["overlay"]]
@@ -161,11 +169,10 @@ def methods_and_images(words: Sequence[str]) -> tuple[list[str], list[str]]:
         MethodError: A word is neither a method nor an image, or no method is given. The message lists the closest
             names.
     """
-    known = {*METHODS, ALL}
-    images = [word for word in words if word not in known and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110
-    names = [word for word in words if word not in images] or words
-    methods = [method for name in names for method in (METHODS if name == ALL else [get_method(name).name])]
-    return list(dict.fromkeys(methods)), images
+    names = {*METHODS, ALL}
+    images = [word for word in words if word not in names and (word == "-" or "." in word or os.path.exists(word))]  # noqa: PTH110
+    methods = select_methods([word for word in words if word not in images] or words)
+    return [get_method(name).name for name in methods], images
 
 
 def one_device(options: NetworkOptions) -> torch.device:
@@ -197,9 +204,9 @@ def _write_sheet(
     complete = [[row[method] for method in methods] for row in thumbs if row.keys() >= set(methods)]
     if not methods or not complete:
         return
-    given = {name: getattr(style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
+    drawing = {name: getattr(style, name) for name in ("opacity", "colormap", "percentile", "smoothing")}
     with screen.waiting("drawing the contact sheet"):
-        save_drawing(contact_sheet(complete, thumb=THUMB, **given), inside(out, SHEET))
+        save_drawing(contact_sheet(complete, thumb=THUMB, **drawing), inside(out, SHEET))
     screen.say(f"contact sheet: {visible(out / SHEET)}")
 
 
@@ -219,12 +226,12 @@ def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: S
     for _, group in groupby(rows, itemgetter("index")):
         of_image = list(group)
         # The row of a method that does not apply has no target, but all methods explain the same target.
-        known = next((row for row in of_image if row["name"] is not None), of_image[0])
-        share = "" if known["probability"] is None else f"{100 * known['probability']:.1f} %"
-        about = (visible(Path(known["source"]).name), known["name"] or "", share)
+        explained = next((row for row in of_image if row["name"] is not None), of_image[0])
+        percent = "" if explained["probability"] is None else f"{100 * explained['probability']:.1f} %"
+        about = (visible(Path(explained["source"]).name), explained["name"] or "", percent)
         lines = [(row["method"], _result(row, out)) for row in of_image]
         if screen.is_terminal:  # a list for each image, which fits any width
-            screen.say(Text.assemble((about[0], "bold"), (f"  {about[1]}  {share}", "cyan")))
+            screen.say(Text.assemble((about[0], "bold"), (f"  {about[1]}  {percent}", "cyan")))
             for method, result in lines:
                 screen.say(Text.assemble(f"  {method:{width}}  ", result))
         cells += [(*about, *line) for line in lines]
@@ -270,34 +277,40 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     if len(entries) != 1 or len(methods) != 1:
         counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
-    given = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
-    options, seconds, (entry,) = NetworkOptions.of(given), OutputOptions.of(given).seconds, entries
+    values = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
+    options, seconds, (entry,) = NetworkOptions.of(values), OutputOptions.of(values).seconds, entries
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
-        loaded = network.load(Slot(0, entry, (methods[0],)))
+        loaded = network.load(BatchSlot(0, entry, (methods[0],)))
         card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1
-    if arguments.json:
+    files = [file for file in arguments.files if file.name != "-"]
+    if len(files) < len(arguments.files):
         print(card.to_json(), end="")
     else:
         screen.say(str(card.of(card)), cut=True)
         screen.say("\n".join(["", *card.notes]))
-    for file in filter(None, (arguments.html, arguments.png)):
+    for file in files:
         card.save(file)
-        if not arguments.json:
+        if len(files) == len(arguments.files):
             screen.say(f"written: {visible(file)}")
     return 0
 
 
 def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
-    metrics = _create_metrics(arguments.metrics or METRICS, dict(arguments.metric_settings or ()))
+    values = run_arguments(evaluate_folder, arguments)
+    classes = [get_metric(name) for name in dict.fromkeys(arguments.metrics or METRICS)]
+    of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
+    values["options"], settings = split_settings(arguments.options, values["methods"], "metric", of_metrics)
+    values["metrics"] = [
+        cls(**{name: settings[name] for name in declared_options(cls) if name in settings}) for cls in classes
+    ]
+    values["boxes" if isinstance(arguments.objects, dict) else "masks"] = arguments.objects
     with screen.progress() as show:
-        comparison = evaluate_folder(
-            **run_arguments(evaluate_folder, arguments) | {"metrics": metrics}, on_progress=show
-        )
+        comparison = evaluate_folder(**values, on_progress=show)
     if comparison.page is not None:
         screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
         screen.say("\n".join(["", *comparison.notes]))
@@ -312,16 +325,6 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     return 1 if failures or comparison.page is None else 0
 
 
-def _create_metrics(names: Sequence[str], settings: Mapping[str, Any]) -> list[Metric]:
-    """Create the metrics, each with the options that it accepts."""
-    classes = [get_metric(name) for name in dict.fromkeys(names)]
-    known = list(dict.fromkeys(option for cls in classes for option in declared_options(cls)))
-    for name in settings:
-        if name not in known:
-            raise MethodError(f'no option "{name}" of {", ".join(names)}{option_hint(name, known)}')
-    return [cls(**{name: settings[name] for name in declared_options(cls) if name in settings}) for cls in classes]
-
-
 def export(arguments: argparse.Namespace, screen: Screen) -> int:
     """Write a model and its explanation as one program, and return the exit code."""
     from ..program.export import export
@@ -329,10 +332,11 @@ def export(arguments: argparse.Namespace, screen: Screen) -> int:
     methods, more = methods_and_images(arguments.methods or [METHOD])
     if len(methods) != 1 or more:
         raise UsageError("--method takes one method: a program has one map")
-    options = NetworkOptions.of({**vars(arguments), "methods": methods})
+    target = choose_target(arguments)
+    options = NetworkOptions.of({**vars(arguments), "methods": methods, "target": target})
     with screen.waiting(f"exporting {options.model}"):
         (method,) = create_methods(options, load_model(options))
-        path = export(method, arguments.file, arguments.image or noise(), target=arguments.target)
+        path = export(method, arguments.file, arguments.image or noise(), target=target)
     screen.say(f"written: {visible(path)}")
     return 0
 
@@ -346,6 +350,6 @@ def serve(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError("--method takes one method; the page offers all others")
     if arguments.folder is None and os.path.isdir(arguments.model):  # noqa: PTH112 - unlike Path, never raises
         arguments.model, arguments.folder = MODEL, arguments.model
-    given = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
-    serve(**given)
+    values = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
+    serve(**values)
     return 0

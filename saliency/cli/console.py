@@ -121,15 +121,15 @@ class Screen:
             finally:
                 for message, named in subjects.items() if not self.quiet else ():
                     others = f" and {len(named) - 2} more" if len(named) > 2 else ""
-                    of = f"{', '.join(named[:2])}{others}: " if named else ""
-                    self._err.print(Text.assemble(("warning: ", "bold yellow"), of, message), soft_wrap=True)
+                    images = f"{', '.join(named[:2])}{others}: " if named else ""
+                    self._err.print(Text.assemble(("warning: ", "bold yellow"), images, message), soft_wrap=True)
 
 
 def one_line(message: object) -> str:
     """Return a message as one printable line, with options of methods as the command line takes them."""
     text = visible(" ".join(str(message).split()))
     text = re.sub(r'\bpass (\w+)="(\w+)"', r"use --set \1=\2", text)
-    return re.sub(r'\bsign="(\w+)"', r"--sign \1", text)
+    return re.sub(r'\bsign="(\w+)"', r"--set sign=\1", text)
 
 
 def _console(stream: TextIO) -> Console:

@@ -25,10 +25,12 @@ from ..model.call import categories_of, prepared_for_attribution, reference_tens
 from ..model.layers import LayerScan, scan_layers
 from ..tables import Column, Table
 from ..targets.classes import as_categories, as_target
+from ..targets.language import parse_target
 from ..targets.question import Images
 from ..validation import check_integer
 from ..zoo import load
 from ..zoo import models as zoo_models
+from .batch_commands import choose_target
 from .console import Screen, UsageError
 
 
@@ -100,18 +102,18 @@ def models(arguments: argparse.Namespace, screen: Screen) -> int:
     """List the models that can be loaded by name: the bundled ones, those that match a pattern, or all."""
     pattern: str = arguments.pattern or "*"
     with screen.waiting("listing the models of torchvision and timm"):
-        known = zoo_models()
+        available = zoo_models()
     # A pattern without wildcards matches any part of a name.
     wildcards = pattern if re.search(r"[*?\[]", pattern) else f"*{pattern}*"
-    matching = [model for model in known if fnmatch.fnmatch(model.name, wildcards)]
+    matching = [model for model in available if fnmatch.fnmatch(model.name, wildcards)]
     if not matching:
-        hint = did_you_mean(pattern, [model.name for model in known]) or "; saliency models --all lists them"
+        hint = did_you_mean(pattern, [model.name for model in available]) or "; saliency models --all lists them"
         raise UsageError(f'no model matches "{pattern}"{hint}')
     bundled_only = arguments.pattern is None and not arguments.all
     shown = [model for model in matching if model.source == "bundled" or not bundled_only]
     screen.table(["model", "source"], [(model.name, model.source) for model in shown])
     if bundled_only:
-        counts = Counter(model.source for model in known if model.source != "bundled")
+        counts = Counter(model.source for model in available if model.source != "bundled")
         rest = " and ".join(f"{count} of {library}" for library, count in counts.items())
         screen.say(f"and {rest}: saliency models --all, or a part of a name, as in: saliency models resnet")
     return 0
@@ -130,7 +132,7 @@ def layers(arguments: argparse.Namespace, screen: Screen) -> int:
         reads_values = arguments.weights != "default" or arguments.stats or arguments.gradients
         model = load(arguments.model, weights=arguments.weights if reads_values else None)  # a table needs no download
     categories = as_categories(arguments.categories) if arguments.categories else categories_of(model)
-    target = as_target(arguments.target).prepared(Images(categories=categories))
+    target = as_target(parse_target(choose_target(arguments), categories)).prepared(Images(categories=categories))
     preprocess = arguments.preprocess or getattr(model, "preprocess", None)
     if preprocess is None:
         raise UsageError(f"{arguments.model} has no preprocessing; pass --preprocess")
@@ -149,7 +151,7 @@ def layers(arguments: argparse.Namespace, screen: Screen) -> int:
     if arguments.gradients:
         with screen.waiting("measuring the gradients"):
             gradients = gradient_statistics(model, x, target, of=arguments.gradients)
-            tables.append(_select_rows(gradients, names, of=arguments.gradients))
+            tables.append(_select_rows(gradients, names, kind=arguments.gradients))
     for shown in tables:
         screen.say(str(shown.of(shown)), cut=True)  # on a terminal, the lines of a table are cut to its width
         if shown.notes:
@@ -187,8 +189,8 @@ def _with_grids(table: LayerTable, rows: Sequence[LayerRow], scan: LayerScan) ->
     return Table(rows, columns, table.title, table.notes)
 
 
-def _select_rows(table: Table[Any], names: set[str], *, of: str = "layers") -> Table[Any]:
+def _select_rows(table: Table[Any], names: set[str], *, kind: str = "layers") -> Table[Any]:
     """Return the table with only the rows of layers with these names, or of their parameters and the model's own."""
-    if of == "parameters":
+    if kind == "parameters":
         return table.of((row for row in table if row.name.rpartition(".")[0] in {"", *names}), table.notes)
     return table.of((row for row in table if row.name in names), table.notes)

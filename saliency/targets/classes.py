@@ -419,7 +419,7 @@ def output_tensor(output: Any) -> Tensor:
         parts = {name: getattr(output, name) for name in ("logits", "out") if hasattr(output, name)}
     tensors: dict[str, Tensor] = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
     if "image_embeds" in tensors and "logits" not in tensors:
-        hint = 'pass saliency.text("a photo of a cat"), --text, or saliency.similarity(reference) as the target'
+        hint = 'pass "text:a photo of a cat" or saliency.similarity(reference) as the target'
         raise TargetError(f"the model returns an embedding and no scores of classes; {hint}")
     name = next((name for name in ("logits", "out", *tensors) if name in tensors), None)
     if name is not None and (name in ("logits", "out") or len(tensors) == 1):

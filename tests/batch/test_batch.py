@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pickle
@@ -27,7 +28,7 @@ from saliency.batch.listing import ImageEntry
 from saliency.batch.manifest import COLUMNS, Row, make_row
 from saliency.batch.network import Network, replicate
 from saliency.batch.options import NetworkOptions, OutputOptions
-from saliency.batch.plan import Plan, Slot
+from saliency.batch.plan import BatchSlot, Plan
 from saliency.batch.report import report
 from saliency.errors import ImageError, LayerError, TargetError
 from saliency.extending import BatchAttribution
@@ -50,6 +51,14 @@ def pixels(path: Path) -> Any:
 
 
 # Files and rows ----------------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_called_as_its_function(source: Path, tmp_path: Path) -> None:
+    call: Any = saliency.batch  # a type checker sees the module only
+    summary = call(source, tmp_path / "out", Tiny(), limit=1)
+    assert isinstance(summary, saliency.batch.Summary)
+    assert (summary.done, summary.page.is_file()) == (1, True)
+    assert inspect.signature(call) == inspect.signature(saliency.batch.batch)
 
 
 def test_overlays_equal_those_of_the_library(source: Path, tmp_path: Path) -> None:
@@ -584,7 +593,7 @@ def test_a_sequential_engine_writes_the_same_files(
 def test_options_tasks_and_rows_can_be_pickled() -> None:
     options = NetworkOptions(model="tiny"), OutputOptions(style=OverlayStyle(format="jpg"))
     image = ImageEntry("/a.png", "a.png", name="a", folder=("x",), target="cat")
-    given = options, Slot(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
+    given = options, BatchSlot(3, image, ("grad_cam",)), [make_row(index=3, score=0.5)]
     assert pickle.loads(pickle.dumps(given)) == given
 
 

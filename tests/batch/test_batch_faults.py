@@ -35,7 +35,7 @@ from saliency.batch.drawing import write_file
 from saliency.batch.listing import ImageEntry, with_names
 from saliency.batch.network import LoadedImage, Network, trust_card
 from saliency.batch.options import NetworkOptions
-from saliency.batch.plan import Slot
+from saliency.batch.plan import BatchSlot
 from saliency.batch.sources import find_images
 from saliency.errors import ImageError
 from tests.batchwork import (
@@ -429,7 +429,7 @@ def test_a_map_depends_on_its_position_in_the_batch_but_not_on_the_other_images(
     paths = photos(tmp_path / "in", 15)
     model = Tiny()
     network = Network(NetworkOptions(model=model), model)
-    loaded = [network.load(Slot(0, ImageEntry(str(path), path.name), ())) for path in paths]
+    loaded = [network.load(BatchSlot(0, ImageEntry(str(path), path.name), ())) for path in paths]
 
     def values(batch: Sequence[LoadedImage]) -> list[Tensor]:
         found = []
@@ -615,7 +615,7 @@ def test_a_large_image_that_changes_during_the_run_is_an_error_and_not_a_map_on_
     Image.new("RGB", (1500, 1400), "red").save(path)
     (entry,) = with_names(find_images(path).entries)
     loaded = Network(NetworkOptions(model=Tiny(), methods=("grad_cam",)), Tiny()).load(
-        Slot(0, entry, ("grad_cam",)), 2_000_000
+        BatchSlot(0, entry, ("grad_cam",)), 2_000_000
     )
     assert loaded.image is None
     assert loaded.frame().image.getpixel((0, 0)) == (255, 0, 0)

@@ -17,7 +17,7 @@ from saliency.batch.drawing import ExplainMapper, ImageResults, draw
 from saliency.batch.listing import with_names
 from saliency.batch.network import LoadedImage, Network
 from saliency.batch.options import NetworkOptions, OutputOptions
-from saliency.batch.plan import Slot
+from saliency.batch.plan import BatchSlot
 from saliency.batch.sources import find_images
 from tests.batchwork import Tiny, noise
 
@@ -28,7 +28,7 @@ METHODS = ("grad_cam", "vanilla_gradient")
 def explained(tmp_path: Path) -> tuple[LoadedImage, ImageResults]:
     network = Network(NetworkOptions(model=Tiny(), methods=METHODS), Tiny())
     (entry,) = with_names(find_images(noise(tmp_path / "a.png", 0)).entries)
-    loaded = network.load(Slot(0, entry, METHODS))
+    loaded = network.load(BatchSlot(0, entry, METHODS))
     ((results, _),) = network.explain([loaded])
     return loaded, ImageResults(results)
 

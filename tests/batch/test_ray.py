@@ -228,13 +228,13 @@ def test_evaluate_measures_on_ray_as_it_does_here_and_either_resumes_the_other(
     def evaluated(out: str, *words: str) -> list[dict[str, Any]]:
         given = [
             str(tmp_path / "in"),
-            "--boxes",
+            "--objects",
             str(tmp_path / "boxes.json"),
             "--metrics",
             "deletion",
             "relevance_rank",
         ]
-        options = ["--set-metric", "steps=2", "--device", "cpu", "--workers", "1", "--out", str(tmp_path / out)]
+        options = ["--set", "steps=2", "--device", "cpu", "--workers", "1", "--out", str(tmp_path / out)]
         assert main(["evaluate", *given, *options, "--quiet", *words]) == 1
         results = json.loads((tmp_path / out / "evaluation.json").read_text())["results"]
         return [{**each, "seconds": None} for each in results]

@@ -85,7 +85,8 @@ def test_a_photo_becomes_an_overlay_as_large_as_the_photo(run: Callable[..., Run
 
 
 def test_the_overlay_and_the_kept_values_are_those_of_the_library(run: Callable[..., Run], tmp_path: Path) -> None:
-    drawing = ("--opacity", "map", "--colormap", "viridis", "--sign", "signed", "--percentile", "90")
+    style = ("opacity=map", "colormap=viridis", "sign=signed", "percentile=90")
+    drawing = [word for setting in style for word in ("--set", setting)]
     answer = explain(run, tmp_path, COFFEE, "--target", "cup", "--layer", "blocks.4", "--save", *drawing)
     assert answer.code == 0, answer.err
     ours = saliency.GradCAM(loaded("efficientnet_lite0"), "blocks.4").attribute(COFFEE, "cup")
@@ -151,7 +152,16 @@ def test_the_target_may_be_a_name_or_an_index(run: Callable[..., Run], tmp_path:
 def test_each_text_is_explained_against_the_others(run: Callable[..., Run], tmp_path: Path) -> None:
     model = ("--model", "tests.dual_encoders:for_photos")
     texts = ["a cat", "a photo of a dog", "a bus"]
-    found = run("explain", *copies(tmp_path, "cat.jpg"), *model, "--text", *texts, "--save", "-o", tmp_path / "out")
+    found = run(
+        "explain",
+        *copies(tmp_path, "cat.jpg"),
+        *model,
+        "-t",
+        *(f"text:{text}" for text in texts),
+        "--save",
+        "-o",
+        tmp_path / "out",
+    )
     assert found.code == 0
     assert "3 overlays of 1 image" in found.out
     for name, number in (("a_cat", 0), ("a_photo_of_a_dog", 1), ("a_bus", 2)):
@@ -168,9 +178,9 @@ def test_each_text_is_explained_against_the_others(run: Callable[..., Run], tmp_
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--model", "tests.dual_encoders:for_photos"], r"no scores of classes; pass .*--text"),
-        (["--text", "a cat"], "EfficientNet has no text encoder"),
-        (["--text", "a cat", "--target", "espresso"], "not allowed with argument"),
+        (["--model", "tests.dual_encoders:for_photos"], r"no scores of classes; pass \"text:a photo of a cat\""),
+        (["--target", "text:a cat"], "EfficientNet has no text encoder"),
+        (["-t", "text:a cat", "-t", "espresso"], "got the targets text:a cat, espresso; several .* only as texts"),
     ],
 )
 def test_a_text_needs_a_model_of_texts_which_needs_a_text(
@@ -182,7 +192,7 @@ def test_a_text_needs_a_model_of_texts_which_needs_a_text(
 
 
 def test_an_option_goes_to_the_methods_that_have_it(run: Callable[..., Run], tmp_path: Path) -> None:
-    words = ("-m", "rectgrad", "grad_cam", "--set", "percentile=50", "--save")
+    words = ("-m", "rectgrad", "grad_cam", "--set", "method.percentile=50", "--save")
     assert explain(run, tmp_path, COFFEE, *words).code == 0
     kept = saliency.Explanation.load(tmp_path / "coffee.rectgrad.safetensors")
     assert kept.settings["percentile"] == 50
@@ -441,18 +451,22 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
         (["--layer", "block.5"], 'no layer "block.5" in EfficientNet; the closest are blocks.5'),
         (["--layer", "classifier"], 'the output of layer "classifier" has shape (1, 1000)'),
         (["--layer", "bn2", "-m", "vanilla_gradient"], "vanilla_gradient reads no layer"),
-        (["--set", "smoth=positive", "-m", "deconvnet"], 'no option "smoth" of deconvnet; did you mean "smooth"'),
-        (["--set", "foo=1", "-m", "rise"], 'no option "foo" of rise; the options are grid'),
-        (["--set", "foo=1"], 'no option "foo" of grad_cam; there are no options'),
-        (["--set", "n_steps=3", "-m", "idgi"], 'no option "n_steps" of idgi; it is called steps here'),
+        (
+            ["--set", "smoth=positive", "-m", "deconvnet"],
+            'no option "smoth" of deconvnet or the overlay; did you mean "smooth"',
+        ),
+        (["--set", "foo=1", "-m", "rise"], 'no option "foo" of rise or the overlay; the options are grid'),
+        (["--set", "foo=1"], 'no option "foo" of grad_cam or the overlay; the options are opacity'),
+        (["--set", "n_steps=3", "-m", "idgi"], 'no option "n_steps" of idgi or the overlay; it is called steps here'),
         (["--target", "cat"], 'no class "cat" among 1000 classes; did you mean "tiger cat" or "Persian cat"'),
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),
-        (["--set", "percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
+        (["--set", "method.percentile=high", "-m", "rectgrad"], "percentile='high' is not a finite number"),
         (["--set", "smooth"], "expected OPTION=VALUE"),
-        (["--colormap", "infernal"], 'no colour map "infernal"; use the name of a matplotlib colour map'),
-        (["--opacity", "2"], 'opacity=2.0 is not a finite number of at least 0 and of at most 1, or "map"'),
-        (["--percentile", "nan"], "percentile=nan is not a finite number above 0"),
-        (["--sign", "both"], "argument --sign: invalid choice: 'both'"),
+        (["--set", "colormap=infernal"], 'no colour map "infernal"; use the name of a matplotlib colour map'),
+        (["--set", "percentile=50", "-m", "rectgrad"], "write method.percentile or overlay.percentile"),
+        (["--set", "opacity=2"], 'opacity=2 is not a finite number of at least 0 and of at most 1, or "map"'),
+        (["--set", "percentile=NaN"], "percentile=nan is not a finite number above 0"),
+        (["--set", "sign=both"], "sign='both' is not one of"),
         (["--device", "gpu"], 'no device "gpu": Expected one of cpu, cuda'),
         (["--device", "cuda:99"], 'no device "cuda:99": '),
         (["--model", "lraspp_mobilenet_v3_large", "--weights", "none"], "not (N, classes)"),
@@ -495,7 +509,7 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         (["layers", "--image", "missing.jpg"], "missing.jpg' cannot be read: No such file"),
         (["layers", "--imag", "missing.jpg"], 'no option "--imag"; did you mean "--image"'),
         (["methods", "gradcam"], 'no method "gradcam"; did you mean "grad_cam"'),
-        (["trust", "cat.jpg", "-o", "card.html"], 'no option "-o"; use --html FILE or --png FILE'),
+        (["trust", "cat.jpg", "-o", "card.jpg"], "card.jpg: expected file of the card, .html, .png or .json"),
     ],
 )
 def test_every_slip_gets_the_closest_right_word(run: Callable[..., Run], words: list[str], answer: str) -> None:

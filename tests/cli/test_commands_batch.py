@@ -23,7 +23,7 @@ import saliency
 from saliency.batch import batch
 from saliency.batch.network import Network, trust_card
 from saliency.batch.options import NetworkOptions
-from saliency.batch.plan import Slot
+from saliency.batch.plan import BatchSlot
 from saliency.batch.sources import find_images
 from saliency.cli import batch_commands as batching
 from saliency.cli import command_parser, main
@@ -128,8 +128,19 @@ def test_a_batch_that_was_repeated_is_one_line_with_the_error(
 
 
 def test_options_reach_the_library(run: Run, source: Path, tmp_path: Path) -> None:
-    words = ["--target", "bee", "--format", "jpg", "--opacity", "map", "--colormap", "viridis", "--sign", "signed"]
-    more = ["--percentile", "90", "--limit", "2", "--maps", "--layer", "features.0", "--set", "smooth=positive"]
+    words = [
+        "--target",
+        "bee",
+        "--format",
+        "jpg",
+        "--set",
+        "opacity=map",
+        "--set",
+        "colormap=viridis",
+        "--set",
+        "sign=signed",
+    ]
+    more = ["--set", "percentile=90", "--limit", "2", "--maps", "--layer", "features.0", "--set", "smooth=positive"]
     code, _, err = run(source, "--out", tmp_path / "out", *words, *more, "-m", "grad_cam", "guided_grad_cam")
     assert (code, err) == (0, "")
     made = rows(tmp_path / "out")
@@ -146,7 +157,7 @@ def test_the_first_text_is_explained_against_the_others(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: for_photos())
-    assert run(source, "--out", tmp_path / "out", "--text", "a cat", "a dog", "a bus")[0] == 0
+    assert run(source, "--out", tmp_path / "out", "-t", "text:a cat", "text:a dog", "text:a bus")[0] == 0
     assert {each["name"] for each in rows(tmp_path / "out")} == {"a cat rather than a dog or a bus"}
 
 
@@ -285,7 +296,7 @@ def scan(path: Path) -> Path:
 def test_16_bits_are_drawn_with_their_range_in_all_files(run: Run, tmp_path: Path) -> None:
     path = scan(tmp_path / "in" / "scan.png")
     fields = "size=16,mean=0.5,0.5,0.5,std=0.5,0.5,0.5,range=0,4095"
-    code, _, err = run(path.parent, "--out", tmp_path / "out", "--maps", "--preprocess", fields, "--opacity", 0)
+    code, _, err = run(path.parent, "--out", tmp_path / "out", "--maps", "--preprocess", fields, "--set", "opacity=0")
     assert (code, err) == (0, "")
     assert rows(tmp_path / "out")[0]["range"] == [0, 4095]
     head = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -304,7 +315,7 @@ def test_trust_cards_and_saved_explanations_are_of_the_16_bits_that_the_model_se
     model.preprocess = replace(model.preprocess, range=(0, 4095))
     explanation = saliency.GradCAM(model).attribute(path)
     network, (entry,) = Network(NetworkOptions(model=model), model), find_images([path]).entries
-    card = trust_card(network.methods[0], network.load(Slot(0, entry, ())), 0.1)
+    card = trust_card(network.methods[0], network.load(BatchSlot(0, entry, ())), 0.1)
     assert isinstance(card, TrustCard)
     assert torch.equal(card.explanation.values, explanation.values)
     loaded = saliency.Explanation.load(explanation.save(tmp_path / "e.safetensors"))

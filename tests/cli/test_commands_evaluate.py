@@ -51,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny(nan_on_white=True))
 
     def go(*words: object) -> tuple[int, str, str]:
-        common = ["--out", tmp_path / "out", "--set-metric", "steps=2", "--metrics", "deletion"]
+        common = ["--out", tmp_path / "out", "--set", "steps=2", "--metrics", "deletion"]
         code = main([str(word) for word in ["evaluate", *words, *common]])
         return code, *capsys.readouterr()
 
@@ -92,7 +92,7 @@ def test_a_rerun_reads_what_is_measured_and_measures_what_is_new(
     assert run(source, "-m", "grad_cam", "layer_cam")[0] == 0
     assert measured == []
     assert len(content(tmp_path)["results"]) == 2 * len(first["results"])
-    run(source, "--set-metric", "fill=blur")
+    run(source, "--set", "fill=blur")
     assert len(measured) == 3
 
 
@@ -151,9 +151,9 @@ def test_masks_are_found_by_name_and_a_missing_one_is_a_failure(run: Run, source
         mask = Image.new("L", (40, 30))
         mask.paste(1, (10, 0, 40, 30))
         mask.save(tmp_path / "masks" / f"{name}.bmp")
-    code, _, err = run(source, "--masks", tmp_path / "masks", "--metrics", "relevance_rank")
+    code, _, err = run(source, "--objects", tmp_path / "masks", "--metrics", "relevance_rank")
     assert code == 1
-    assert '02.png has no mask: no image in the folder of --masks is called "02"' in err
+    assert '02.png has no mask: no mask in --objects (masks=) is called "02"' in err
     by_image = {each["image"] for each in content(tmp_path)["results"] if each["metric"] == "relevance_rank"}
     assert by_image == {"00", "01"}
 
@@ -163,14 +163,14 @@ def test_boxes_are_found_by_file_name_and_a_changed_one_is_measured_again(
 ) -> None:
     boxes: dict[str, Any] = {"00.png": [10, 0, 40, 30], "01.png": [[0, 0, 5, 5], [10, 0, 40, 30]]}
     (tmp_path / "boxes.json").write_text(json.dumps(boxes))
-    words = (source, "--boxes", tmp_path / "boxes.json", "--metrics", "relevance_rank")
+    words = (source, "--objects", tmp_path / "boxes.json", "--metrics", "relevance_rank")
     code, _, err = run(*words)
     assert code == 1
-    assert "02.png has no box: the file of --boxes does not name it" in err
+    assert "02.png has no box: the file of --objects (boxes=) does not name it" in err
     by_image = {each["image"] for each in content(tmp_path)["results"] if each["metric"] == "relevance_rank"}
     assert by_image == {"00", "01"}
     (tmp_path / "list.json").write_text("[1]")
-    code, _, err = run(source, "--boxes", tmp_path / "list.json")
+    code, _, err = run(source, "--objects", tmp_path / "list.json")
     assert (code, "list.json: expected JSON of boxes by image" in err) == (2, True)
     (tmp_path / "boxes.json").write_text(json.dumps(boxes | {"01.png": [9, 0, 40, 30], "02.png": [0, 0, 41, 30]}))
     measured.clear()
@@ -211,10 +211,10 @@ def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
         (["--metrics", "insertoin"], 'no metric "insertoin"; did you mean "insertion"'),
         (["--metrics", "pointing_game"], r"pass masks="),
         (["-m", "grad_cma"], "grad_cam"),
-        (["--set-metric", "stpes=3"], 'no option "stpes" of deletion'),
+        (["--set", "stpes=3"], 'no option "stpes" of grad_cam or the metric; did you mean "steps"'),
         (["--target", "zebra"], "zebra"),
-        (["--masks", "nowhere"], "there is no image: nowhere"),
-        (["--boxes", "nowhere"], "nowhere: expected JSON of boxes by image"),
+        (["--objects", "nowhere"], "there is no image: nowhere"),
+        (["--objects", "no.json"], "no.json: expected masks named as the images, or a JSON file of boxes"),
     ],
 )
 def test_an_invalid_command_line_exits_with_two(run: Run, source: Path, words: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Boxes, regions and joints on the command line."""
+"""Targets on the command line, and the answers to the options that were targets before."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def place(scenes: Scenes) -> list[float]:
     return box
 
 
-@pytest.mark.parametrize("way", ["box", "point", "box of a class", "rank of a class"])
+@pytest.mark.parametrize("way", ["box", "point", "box of a class", "rank of a class", "class"])
 def test_a_detection_is_named_in_the_table_and_keeps_the_file_name(
     way: str, run: Run, photo: Path, scenes: Scenes
 ) -> None:
     x0, y0, x1, y1 = place(scenes)
-    box = ("--box", f"{x0},{y0},{x1},{y1}")
-    words = {
-        "box": box,
-        "point": ("--point", f"{(x0 + x1) / 2},{(y0 + y1) / 2}"),
-        "box of a class": (*box, "--target", "triangle"),
-        "rank of a class": ("--index", 0, "-t", "triangle"),
+    target = {
+        "box": f"box:{x0},{y0},{x1},{y1}",
+        "point": f"box:{(x0 + x1) / 2},{(y0 + y1) / 2}",
+        "box of a class": f"box:triangle:{x0},{y0},{x1},{y1}",
+        "rank of a class": "box:triangle:0",
+        "class": "box:triangle",
     }[way]
-    code, out, err = run("explain", photo, *DETECTOR, *words, "--out", photo.parent / "maps")
+    code, out, err = run("explain", *DETECTOR, "--target", target, photo, "--out", photo.parent / "maps")
     assert (code, err) == (0, "")
     found = [float(edge) for edge in out.partition("triangle at (")[2].partition(")")[0].split(", ")]
     assert np.abs(np.subtract(found, place(scenes))).max() < 8
@@ -81,7 +81,7 @@ def test_a_region_is_a_mask_a_border_or_the_predicted_pixels(run: Run, photo: Pa
     scores = {}
     for where in ("predicted", "border", photo.parent / "mask.png", f"{x0},{y0},{x1},{y1}", "200,9"):
         out = photo.parent / "maps"
-        words = ("--region", "triangle", "--where", where, "--maps", "--restart", "--out", out)
+        words = ("--target", f"region:triangle:{where}", "--maps", "--restart", "--out", out)
         code, _, err = run("batch", photo, *UNET, *words)
         assert (code, err) == (0, "")
         row = json.loads((out / "manifest.jsonl").read_text())
@@ -95,17 +95,17 @@ def test_a_region_is_a_mask_a_border_or_the_predicted_pixels(run: Run, photo: Pa
 
 
 def test_a_joint_is_named(run: Run, photo: Path) -> None:
-    code, out, err = run("explain", photo, *JOINTS, "--keypoint", "top", "--out", photo.parent / "maps")
+    code, out, err = run("explain", photo, *JOINTS, "-t", "keypoint:top", "--out", photo.parent / "maps")
     assert (code, err) == (0, "")
     assert " top " in out
 
 
 @pytest.mark.slow
 def test_the_card_and_the_comparison_are_of_the_box(run: Run, photo: Path) -> None:
-    code, out, err = run("trust", photo, *DETECTOR, "--index", 0, "-t", "triangle", "--seconds", 1, "--json")
+    code, out, err = run("trust", photo, *DETECTOR, "-t", "box:triangle:0", "--seconds", 1, "-o", "-")
     assert (code, err) == (0, "")
     assert "Trust card of grad_cam for triangle at (" in json.loads(out)["title"]
-    words = ("--index", 0, "--metrics", "gini", "--out", photo.parent / "measured")
+    words = ("-t", "box:0", "--metrics", "gini", "--out", photo.parent / "measured")
     assert run("evaluate", photo, *DETECTOR, *words)[0] == 0
 
 
@@ -125,26 +125,18 @@ def test_all_detections_of_a_folder_are_drawn_and_an_empty_photo_is_no_failure(r
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--box 1,2,3", "argument --box: 1,2,3: expected left,top,right,bottom of a detection"),
-        ("--box a,b,c,d", "could not convert"),
-        ("--box 1,2", "box=(1.0, 2.0): expected (left, top, right, bottom)"),
-        ("--box 30,2,10,40", "with left < right"),
-        ("--point 1,2,3,4", "point=(1.0, 2.0, 3.0, 4.0): expected (x, y)"),
-        ("--index -1", "index=-1: expected a whole number from 0"),
-        ("--index 1.5", "argument --index: 1.5"),
+        ("-t box:1,2,3", 'got the target "box:1,2,3"; expected box:PLACE, box:CLASS or box:CLASS:PLACE'),
+        ("-t box:30,2,10,40", "left,top,right,bottom in pixels of the image, with left < right and top < bottom"),
+        ("-t region:cat:boarder", 'got the target "region:cat:boarder"; expected region:CLASS or region:CLASS:PIXELS'),
+        ("-t region:cat:missing.png", "an existing mask file"),
+        ("-t keypoint:nose:left", "expected keypoint:NAME or keypoint:NAME:PERSON, where PERSON is a rank from 0"),
+        ("-t text:", 'got the target "text:"; expected text: before a text'),
+        ("-t box:0 -t box:1", "got the targets box:0, box:1; several targets are possible only as texts"),
+        ("-t text:cat -t box:1", "got the targets text:cat, box:1; several"),
+        ("-t box:0 --targets list.csv", "argument --targets: not allowed with argument -t/--target"),
         ("--detections 0", "detections=0 is not a whole number of at least 1"),
         ("--detections every", "argument --detections: every"),
-        ("--box 1,2,3,4 --point 1,2", "--box, --point is not one target"),
-        ("--index 1 --point 1,2", "--point, --index is not one target"),
-        ("--region cat --target cat", "--target, --region is not one target"),
-        ("--keypoint nose --point 1,2", "--point, --keypoint is not one target"),
-        ("--where border", "--where is not one target"),
-        ("--where border --point 1,2", "--point, --where is not one target"),
-        ("--point 1,2 --text cat", "--point, --text is not one target"),
-        ("--point 1,2 --targets list.csv", "--point, --targets is not one target"),
-        ("--detections all --index 0", "--index, --detections is not one target"),
-        ("--region cat --where boarder", "argument --where: boarder: expected predicted (default), border, mask.png"),
-        ("--region cat --where missing.png", "argument --where: missing.png"),
+        ("--detections all -t box:0", "detections= explains boxes of all detections; target= can only be their class"),
     ],
 )
 def test_wrong_targets_are_named_before_a_model_is_loaded(
@@ -161,12 +153,12 @@ def test_wrong_targets_are_named_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ((*DETECTOR, "--point", "900,2"), "the point (900, 2) is outside the image of 256 x 256 pixels"),
-        ((*DETECTOR, "--point", "10,10", "--target", "pentagon"), 'no class "pentagon" among 3 classes'),
-        ((*UNET, "--region", "pentagon"), 'no class "pentagon" among 4 classes'),
-        ((*UNET, "--region", "circle", "--where", "mask.png"), "the region has shape (9, 9); expected (256, 256)"),
-        ((*JOINTS, "--keypoint", "nose"), 'no class "nose" among 3 classes'),
-        (("--model", "shapes_cnn", "--index", "0"), "no adapter reads boxes from this output"),
+        ((*DETECTOR, "-t", "box:900,2"), "the point (900, 2) is outside the image of 256 x 256 pixels"),
+        ((*DETECTOR, "-t", "box:pentagon:10,10"), 'no class "pentagon" among 3 classes'),
+        ((*UNET, "-t", "region:pentagon"), 'no class "pentagon" among 4 classes'),
+        ((*UNET, "-t", "region:circle:mask.png"), "the region has shape (9, 9); expected (256, 256)"),
+        ((*JOINTS, "-t", "keypoint:nose"), 'no class "nose" among 3 classes'),
+        (("--model", "shapes_cnn", "-t", "box:0"), "no adapter reads boxes from this output"),
     ],
 )
 def test_a_target_that_a_model_or_photo_does_not_have_is_one_clear_line(
@@ -178,3 +170,39 @@ def test_a_target_that_a_model_or_photo_does_not_have_is_one_clear_line(
     assert code in (1, 2)
     assert why in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("explain --box 1,2,3,4", "--box 1,2,3,4 is now --target box:1,2,3,4"),
+        ("batch --point=1,2", "--point 1,2 is now --target box:1,2"),
+        ("evaluate --index 0", "--index 0 is now --target box:0"),
+        ("trust --region cat", "--region cat is now --target region:cat"),
+        ("explain --where border", "--where border is now --target region:CLASS:border"),
+        ("serve --whole-aspect", "--whole-aspect is now --whole aspect"),
+        ("batch --colormap bwr", "--colormap bwr is now --set colormap=bwr"),
+        ("evaluate --set-metric steps=2", "--set-metric steps=2 is now --set metric.steps=2"),
+        ("evaluate --masks folder", "--masks folder is now --objects folder"),
+        ("trust --html card.html", "--html card.html is now --out card.html"),
+        ("trust --json", "--json is now --out -"),
+        ("explain --html card.html", 'no option "--html"'),
+        ("models --box 1,2", 'no option "--box"'),
+    ],
+)
+def test_an_option_of_an_earlier_version_is_answered_by_the_new_spelling(words: str, answer: str, run: Run) -> None:
+    code, out, err = run(*words.split(), "photo.jpg")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"saliency: {answer}")
+
+
+def test_a_text_with_spaces_is_quoted_in_the_new_spelling(run: Run) -> None:
+    assert "--text 'a cat' is now --target 'text:a cat'" in run("explain", "photo.jpg", "--text", "a cat")[2]
+
+
+def test_an_image_after_whole_or_a_target_is_an_image(run: Run, photo: Path) -> None:
+    out = photo.parent / "maps"
+    for whole, value in ((("--whole",), True), (("--whole", "aspect"), "aspect")):
+        words = ("--model", "shapes_cnn", "-t", "circle", *whole, photo, "--restart", "--out", out)
+        assert run("batch", *words)[0] == 0
+        assert json.loads((out / "manifest.json").read_text())["fingerprint"]["whole"] == value

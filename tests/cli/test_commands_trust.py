@@ -35,7 +35,7 @@ def test_trust_prints_the_card_and_writes_it_as_a_page_and_a_figure(
     photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, figure = tmp_path / "card.html", tmp_path / "card.png"
-    assert main(["trust", photo, *GRADIENT, *UNLIMITED, "--html", str(page), "--png", str(figure)]) == 0
+    assert main(["trust", photo, *GRADIENT, *UNLIMITED, "--out", str(page), "-o", str(figure)]) == 0
     said = capsys.readouterr()
     assert "Trust card of vanilla_gradient" in said.out
     assert "depends on the weights (MPRT)" in said.out
@@ -45,7 +45,7 @@ def test_trust_prints_the_card_and_writes_it_as_a_page_and_a_figure(
 
 
 def test_trust_prints_json_of_a_seed_for_programs(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trust", *GRADIENT, photo, "--json", "--seed", "3", *UNLIMITED]) == 0
+    assert main(["trust", *GRADIENT, photo, "-o", "-", "--seed", "3", *UNLIMITED]) == 0
     card = json.loads(capsys.readouterr().out)
     assert (card["seed"], len(card["properties"])) == (3, 8)
 

@@ -111,7 +111,7 @@ def test_visible_names_keep_letters_and_escape_commands() -> None:
 
 def test_a_message_names_options_as_the_command_line_takes_them() -> None:
     assert one_line('pass smooth="positive"') == "use --set smooth=positive"
-    assert one_line('negative; sign="signed" shows\nthem') == "negative; --sign signed shows them"
+    assert one_line('negative; sign="signed" shows\nthem') == "negative; --set sign=signed shows them"
 
 
 def test_a_quiet_screen_draws_no_table(capsys: pytest.CaptureFixture[str]) -> None:

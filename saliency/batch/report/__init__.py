@@ -120,7 +120,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "script": script,
     }
     # A single substitution: placeholders in inserted text are not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], read(__name__, "page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], read(__name__, "page.html"))
 
 
 def _packed(value: object) -> str:
@@ -133,7 +133,7 @@ def _entry(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list
     The method of a row is an index; -1 if the image failed before any method.
     """
     # A row of a failed method may lack the sizes, which the rows of other methods contain.
-    known = {key: value for row in reversed(rows) for key, value in row.items() if value is not None}
+    of_image = {key: value for row in reversed(rows) for key, value in row.items() if value is not None}
     packed = []
     for row in rows:
         is_signed = row["sign"] == "signed"
@@ -141,7 +141,7 @@ def _entry(rows: Sequence[Row], methods: Mapping[str, int], bars: dict[str, list
         if row["colormap"] is not None:
             bars[bar] = colours(row["colormap"], is_signed)
         packed.append({**_selected(row, _ROW), "method": methods.get(row["method"], -1), "bar": bar})
-    return {**_selected(known, _ENTRY), "rows": packed}
+    return {**_selected(of_image, _ENTRY), "rows": packed}
 
 
 def _selected(row: Row, keys: Iterable[str]) -> Row:
@@ -155,9 +155,9 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, list):
-        return [_rounded(each) for each in value]
+        return [_rounded(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _rounded(entry) for key, entry in value.items()}
     return value
 
 
@@ -187,8 +187,8 @@ def colours(name: str, signed: bool) -> list[str] | None:
     except RenderError:
         return None
     low = 1 if signed else 0
-    places = [low + round(i * (255 - low) / (COLOURS - 1)) for i in range(COLOURS)]
-    return ["#{:02x}{:02x}{:02x}".format(*row) for row in colors[places].tolist()]
+    indices = [low + round(i * (255 - low) / (COLOURS - 1)) for i in range(COLOURS)]
+    return ["#{:02x}{:02x}{:02x}".format(*row) for row in colors[indices].tolist()]
 
 
 def _policy(style: str, script: str) -> str:

@@ -26,6 +26,7 @@ from ...model.answer import Answer
 from ...model.call import arguments_of, bound, prepared_for_attribution, run_model
 from ...targets.boxes import BoxTarget
 from ...targets.classes import TargetLike, probability
+from ...targets.language import parse_target
 from ...targets.question import Question
 from ...targets.regions import Keypoint, Region
 from ...targets.similarity import ITSELF, SelfSimilarity, similarity
@@ -212,6 +213,7 @@ class Subject(SharedResults):
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(ScoreKind))
         self._method, self._model, self._inputs = method, model, inputs
+        target = parse_target(target, getattr(method or model, "categories", None))
         self._target: TargetLike = target
         targets = target if isinstance(target, list | tuple) else [target] * len(explanation)
         asked = [getattr(entry, "target", entry) for entry in targets]
@@ -342,11 +344,11 @@ class Subject(SharedResults):
     def masks(self) -> Tensor:
         """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
         if self._masks is None:
-            hint = "pass masks=... of shape (N, H, W), or --masks or --boxes on the command line"
+            hint = "pass masks=... of shape (N, H, W), or --objects on the command line"
             note = "; the explained position is not ground truth: take an annotation, or another model"
             raise MethodError(f"this metric needs the position of the object: {hint}{note if self._is_located else ''}")
         size = self.explanation.input_size
-        kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --masks reads files)"
+        kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --objects reads files)"
         with errors_as(MethodError, f"masks={self._masks!r}: expected {kind}"):
             masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
         if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
