@@ -421,7 +421,7 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             reason = str(error) or type(error).__name__
             axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
-                reason += "; a batch of volumes or videos has five axes, so pass one as x[None]"
+                reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"
             if "input_ids" in reason:
                 reason += "; pass an answer of saliency.generate. Export and metrics of the predicted class take none"
             raise ModelError(f"the model ({type(model).__name__}) refused an input of {received}: {reason}") from error
