@@ -335,5 +335,7 @@ def test_tensors_of_monai_are_read_as_they_are() -> None:
 
 def test_a_volume_without_a_batch_axis_is_named_as_one() -> None:
     model = inflated(tiny_model(), flat=False)
-    with pytest.raises(saliency.errors.ModelError, match=r"refused an input of .*five axes, so pass one as x\[None\]"):
+    with pytest.raises(
+        saliency.errors.ModelError, match=r"refused an input of .*five axes, so pass a single one as x\[None\]"
+    ):
         saliency.GradCAM(model).attribute(volume()[0], 1)
