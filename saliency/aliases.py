@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Collection
-from functools import cache, wraps
+from functools import cache
 from importlib import resources
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -39,33 +39,17 @@ def option_hint(name: str, known: Collection[str]) -> str:
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hide the catch-all of unknown keywords from the signature of `attribute`, which `refuse_keywords` answers."""
+    """Hide the catch-all of unknown keywords from a signature; `refuse_keywords` answers them."""
     signature = inspect.signature(function)
     known = [own for own in signature.parameters.values() if own.kind != own.VAR_KEYWORD]
     vars(function)["__signature__"] = signature.replace(parameters=known)
     return function
 
 
-def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function of a method with an error for unknown keywords, which may be options of the method."""
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
-
-    @wraps(function)
-    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
-        for name in keywords:
-            if name not in known:
-                method = arguments[0] if arguments else keywords.get("method")
-                hint = _argument_hint(name, type(method), known)
-                raise TypeError(f'{function.__name__} has no argument "{name}"{hint}')
-        return function(*arguments, **keywords)
-
-    return checked
-
-
-def refuse_keywords(names: Collection[str], cls: Any) -> NoReturn:
-    """Raise TypeError for unknown keywords of `attribute`, which may be options of the method."""
-    name, known = next(iter(names)), list(inspect.signature(cls.attribute).parameters)[1:]
-    raise TypeError(f'attribute has no argument "{name}"{_argument_hint(name, cls, known)}')
+def refuse_keywords(names: Collection[str], function: Callable[..., Any], method: Any) -> NoReturn:
+    """Raise TypeError for unknown keywords of a function of a method, which may be options of the method."""
+    name, known = next(iter(names)), list(inspect.signature(function).parameters)
+    raise TypeError(f'{function.__name__} has no argument "{name}"{_argument_hint(name, type(method), known)}')
 
 
 def _argument_hint(name: str, cls: Any, known: Collection[str]) -> str:

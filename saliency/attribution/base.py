@@ -205,7 +205,7 @@ class Attribution(HasOptions, ABC):
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
         if unknown:
-            refuse_keywords(unknown, type(self))
+            refuse_keywords(unknown, self.attribute, self)
         batch = self.read(inputs)
         with self.call(batch, [target], forward_args):
             return self.explain_batch(batch, [target])[0]
@@ -227,7 +227,7 @@ class Attribution(HasOptions, ABC):
             forward_args: As for `attribute`.
         """
         if unknown:
-            refuse_keywords(unknown, type(self))
+            refuse_keywords(unknown, self.attribute_classes, self)
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
         batch = self.read(inputs)
