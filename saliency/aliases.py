@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Collection
-from functools import cache, wraps
+from functools import cache
 from importlib import resources
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -39,33 +39,17 @@ def option_hint(name: str, names: Collection[str]) -> str:
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hide the catch-all for unknown keywords, which `refuse_keywords` answers, from the signature of `attribute`."""
+    """Hide the catch-all for unknown keywords, which `refuse_keywords` answers, from a signature."""
     signature = inspect.signature(function)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
     vars(function)["__signature__"] = signature.replace(parameters=parameters)
     return function
 
 
-def refuse_unknown_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function that takes a method refuse unknown keywords, which may be options of the method."""
-    parameters = [name for name in inspect.signature(function).parameters if name != "self"]
-
-    @wraps(function)
-    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
-        for name in keywords:
-            if name not in parameters:
-                method = arguments[0] if arguments else keywords.get("method")
-                hint = _argument_hint(name, type(method), parameters)
-                raise TypeError(f'{function.__name__} has no argument "{name}"{hint}')
-        return function(*arguments, **keywords)
-
-    return checked
-
-
-def refuse_keywords(names: Collection[str], cls: Any) -> NoReturn:
-    """Raise TypeError for unknown keywords of `attribute`, which may be options of the method."""
-    name, parameters = next(iter(names)), list(inspect.signature(cls.attribute).parameters)[1:]
-    raise TypeError(f'attribute has no argument "{name}"{_argument_hint(name, cls, parameters)}')
+def refuse_keywords(names: Collection[str], function: Callable[..., Any], method: Any) -> NoReturn:
+    """Raise TypeError for unknown keywords of a function of a method, which may be options of the method."""
+    name, parameters = next(iter(names)), list(inspect.signature(function).parameters)
+    raise TypeError(f'{function.__name__} has no argument "{name}"{_argument_hint(name, type(method), parameters)}')
 
 
 def _argument_hint(name: str, cls: Any, parameters: Collection[str]) -> str:

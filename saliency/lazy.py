@@ -6,16 +6,18 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from .errors import did_you_mean
+
 
 def attach(
-    module: str, file: str, hint: Callable[[str, list[str]], str]
+    module: str, file: str, hint: Callable[[str, list[str]], str] = did_you_mean
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a module, which lists and loads the names of its stub file.
 
     Args:
         module: The name of the module, which lies in the package `saliency`.
         file: The path of the module, with the stub next to it.
-        hint: The end of the error about an unknown name, given the name and the public names.
+        hint: The end of the error about an unknown name, given the name and the public names; by default the closest.
     """
     stub = Path(file).with_suffix(".pyi").read_text("utf-8")
     homes = {name: home for home, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", stub, re.MULTILINE)}

@@ -4,6 +4,5 @@ The names load on first use, from the modules of `saliency.evaluation.metrics`.
 """
 
 from . import lazy
-from .errors import did_you_mean
 
-__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__, did_you_mean)
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

@@ -24,8 +24,8 @@ HOME = Path(saliency.__file__).parent
 # From the bottom up: a package imports from those before it. Inside a package the order is free, without cycles.
 LAYERS = [
     "_version",
-    "lazy",
     "errors",
+    "lazy",
     "aliases",
     "validation",
     "tables",

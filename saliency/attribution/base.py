@@ -267,7 +267,7 @@ class Attribution(HasOptions, ABC):
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
         if unknown:
-            refuse_keywords(unknown, type(self))
+            refuse_keywords(unknown, self.attribute, self)
         if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, len(forward_args)):
             return self._explain_inputs(ModelInputs(self.model, inputs, self._prepare), target, forward_args, explain)
         batch = self.read(inputs)
@@ -291,7 +291,7 @@ class Attribution(HasOptions, ABC):
             forward_args: As for `attribute`.
         """
         if unknown:
-            refuse_keywords(unknown, type(self))
+            refuse_keywords(unknown, self.attribute_classes, self)
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
             raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
         batch = self.read(inputs)

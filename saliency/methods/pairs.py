@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Never, get_args
 
 import torch
 from torch import Tensor
 
-from ..aliases import refuse_unknown_keywords
+from ..aliases import known_keywords, refuse_keywords
 from ..attribution.base import Attribution
 from ..attribution.estimates import normal
 from ..attribution.explanation import Explanation, Matches, Product
@@ -83,7 +83,7 @@ class PairSimilarity(Similarity):
         return TargetList(tuple(targets)).ask(output, images)
 
 
-@refuse_unknown_keywords
+@known_keywords
 def matches(
     method: Attribution,
     a: ImagesLike,
@@ -93,6 +93,7 @@ def matches(
     cells: int = 14,
     passes: int | None = 100,
     seed: int = 0,
+    **unknown: Never,
 ) -> Matches:
     """Explain which part of one image matches which part of another.
 
@@ -123,6 +124,8 @@ def matches(
 
     Source: Eberle et al., "Building and Interpreting Deep Similarity Models" (2020), https://arxiv.org/abs/2003.05431.
     """
+    if unknown:
+        refuse_keywords(unknown, matches, method)
     check_choice("measure", measure, get_args(Product))
     check_integer("cells", cells, least=1)
     batches = _read(method, a, b)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from PIL import Image
 
 from ..errors import RenderError
 from ..evaluation.ledger import LedgerRow
+from ..evaluation.trust import Property, TrustCard
+from ..inspection.attention_record import LayerAttention, Query
 from ..inspection.statistics import GradientStatistics, LayerGradients, call_label
 from ..io.atomic_write import SOFTWARE
 from ..io.axes import require_two_axes
@@ -29,9 +31,6 @@ from .sheet import font_for
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from ..evaluation.trust import Property, TrustCard
-    from ..inspection.attention_record import LayerAttention, Query
 
 GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"  # of a card
 MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
@@ -188,3 +187,12 @@ def draw_attention(layers: Sequence[LayerAttention], *, query: Query = None, ima
             for axes in row:
                 axes.plot(x, y, "x", color="white", markersize=4)
     return drawing
+
+
+DRAWINGS: dict[type, Callable[..., Figure]] = {
+    TrustCard: draw_trust,
+    GradientStatistics: gradient_flow,
+    LedgerRow: draw_ledger,
+    LayerAttention: draw_attention,
+}
+"""The function that draws a result of a type, or a sequence of a type."""

@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from ..aliases import option_hint
 from ..attribution.explanation import Explanation, Matches
 from ..attribution.features import Features
-from .blending import Opacity
 from .figure import draw_features, draw_maps, draw_matches
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..evaluation.ledger import LedgerRow
-    from ..evaluation.trust import Property
-    from ..inspection.attention_record import LayerAttention, Query
-    from ..inspection.statistics import LayerGradients
-
-    Entry: TypeAlias = Explanation | Sequence[Explanation] | LayerAttention | LayerGradients | LedgerRow | Property
-
-
-class FigureOptions(TypedDict, total=False):
-    """Options of `figure`. Each belongs to one kind of result."""
-
-    columns: int | None
-    title: str | None
-    opacity: Opacity
-    colormap: str | None
-    smoothing: float
-    shared: bool
-    label: str | None
-    foreground: bool
-    count: int
-    query: Query
-    image: int
-    size: tuple[float, float]
+    from .figure_options import Entry, FigureOptions
 
 
 def figure(result: Explanation | Features | Matches | Iterable[Entry], **options: Unpack[FigureOptions]) -> Figure:
@@ -108,18 +85,7 @@ def _drawing_of(result: object) -> Callable[..., Figure]:
     first = result[0] if isinstance(result, Sequence) and result else result
     if isinstance(first, Explanation | list | tuple):
         return draw_maps
-    from ..evaluation.ledger import LedgerRow
-    from ..evaluation.trust import TrustCard
-    from ..inspection.attention_record import LayerAttention
-    from ..inspection.statistics import GradientStatistics
-    from .measurements import draw_attention, draw_ledger, draw_trust, gradient_flow
+    from .measurements import DRAWINGS
 
-    drawings: dict[type, Callable[..., Figure]] = {
-        Features: draw_features,
-        Matches: draw_matches,
-        TrustCard: draw_trust,
-        GradientStatistics: gradient_flow,
-        LedgerRow: draw_ledger,
-        LayerAttention: draw_attention,
-    }
+    drawings: dict[type, Callable[..., Figure]] = {Features: draw_features, Matches: draw_matches, **DRAWINGS}
     return drawings.get(type(result)) or drawings.get(type(first), draw_maps)

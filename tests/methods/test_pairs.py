@@ -263,6 +263,6 @@ def test_matches_need_one_pair_and_a_linear_method() -> None:
         with pytest.raises(MethodError, match=next(iter(options))):
             saliency.matches(saliency.LRP(tiny_model()), A, B, **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match='matches has no argument "directions"; it is called passes here'):
-        saliency.matches(saliency.DeepSHAP(tiny_model()), A, B, directions=3)  # type: ignore[call-arg]
+        saliency.matches(saliency.DeepSHAP(tiny_model()), A, B, directions=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"the method takes it: LRP\(model, gamma"):
-        saliency.matches(method=saliency.LRP(tiny_model()), a=A, b=B, gamma=3)  # type: ignore[call-arg]
+        saliency.matches(method=saliency.LRP(tiny_model()), a=A, b=B, gamma=3)  # type: ignore[arg-type]
