@@ -310,7 +310,9 @@ class Attribution(HasOptions, ABC):
         flat, layer, logits = list[Any](), None, None
         for target in targets:
             flat += target if isinstance(target, list | tuple) else [target]
-        for target in parse_target(flat, self.categories):
+        for target in flat:
+            if isinstance(target, str):
+                target = parse_target(target, self.categories)  # noqa: PLW2901
             if layer is None and isinstance(target, Neuron):
                 layer = neuron_layer(self.model, flat)
             elif getattr(target, "reads_logits", False):

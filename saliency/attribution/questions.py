@@ -24,7 +24,7 @@ from ..model.dual_encoder import DualEncoder
 from ..model.layers import find, is_channels_first, trace_layers
 from ..targets.classes import TargetLike, as_target
 from ..targets.language import parse_target
-from ..targets.question import Categories, Images, Prompt, Question, Score, Target, Together, one_score_each
+from ..targets.question import Categories, Images, Prompt, Question, QuestionBatch, Score, Target, one_score_each
 from ..targets.words import words
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
@@ -203,7 +203,7 @@ class Questions:
         if isinstance(score, FunctionScore):
             score = partial(score, count=count)
         other = copy.copy(self)
-        other.asked = Together([question] * count, score)
+        other.asked = QuestionBatch([question] * count, score)
         return other
 
     def serial_reason(self, image: int, model: nn.Module, x: Tensor) -> str:
@@ -237,7 +237,7 @@ def _unasked(output: Any) -> NoReturn:
     raise TargetError("the questions of a call are asked of its first output")
 
 
-_UNASKED = Together([], _unasked)
+_UNASKED = QuestionBatch([], _unasked)
 
 
 def explained_answer() -> Answer | None:
@@ -250,8 +250,9 @@ def target_of(target: TargetLike, images: Images) -> Target:
     """Return the target of a caller; by default the top class, or the whole answer."""
     if images.answer is not None and isinstance(target, int | str):
         raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
-    parsed = parse_target(target, images.categories)
-    return as_target(words() if target is None and images.answer else parsed, images.count)
+    if isinstance(target, str | list | tuple):
+        target = parse_target(target, images.categories)
+    return as_target(words() if target is None and images.answer else target, images.count)
 
 
 def _unchanged(function: Score) -> Score:

@@ -201,9 +201,9 @@ def read_shard(file: str) -> Iterator[ImageEntry]:
 def _shard_target(data: bytes, kind: str) -> int | str | None:
     text = data.decode("utf-8", "replace").strip()
     if kind == "cls":
-        return parse_target(text)
+        return target_of_row(text)
     target = _first(_fields(text), _TARGETS)
-    return parse_target(target) if isinstance(target, int | str) else None
+    return target_of_row(target) if isinstance(target, int | str) else None
 
 
 def read_list(file: str) -> Iterator[ImageEntry]:
@@ -227,7 +227,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
                 if isinstance(path, str) and path:
                     folder = "" if is_remote(path) else os.path.dirname(file)  # noqa: PTH120
                     whole = os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
-                    yield _entry(whole)._replace(source=path, target=parse_target(_first(fields, _TARGETS)))
+                    yield _entry(whole)._replace(source=path, target=target_of_row(_first(fields, _TARGETS)))
                 else:
                     label = f"line {number}"
                     yield _entry(file, (), "the line has no path")._replace(source=f"{file}:{number}", label=label)
@@ -236,7 +236,7 @@ def read_list(file: str) -> Iterator[ImageEntry]:
         raise BatchError(f"the list {file} cannot be read: {reason}") from error
 
 
-def parse_target(text: object) -> int | str | None:
+def target_of_row(text: object) -> int | str | None:
     """Parse the target of a row: an index, or a text without spaces around it; None for an empty text."""
     return text if isinstance(text, int) else str(text or "").strip() or None
 

@@ -158,7 +158,7 @@ class Target(ABC):
         return self
 
     @abstractmethod
-    def ask(self, output: Any, images: Images) -> Together:
+    def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return a question for each of `images.numbers`, with fixed values for everything that depends on the output.
 
         Raises:
@@ -206,12 +206,12 @@ class Question(Target):
     part: Hashable = None
     reads_logits: bool = False
 
-    def ask(self, output: Any, images: Images) -> Together:
+    def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return the question unchanged, for each image."""
-        return Together([self] * len(images.numbers), self.score)
+        return QuestionBatch([self] * len(images.numbers), self.score)
 
 
-class Together(list[Question]):
+class QuestionBatch(list[Question]):
     """Questions about images of a batch, and the function from the output of the batch to their scores.
 
     Attributes:

@@ -18,7 +18,7 @@ from ..validation import check_choice, is_integer
 from .boxes import BoxTarget, as_place, as_text, require_inside
 from .candidates import CandidatesFunction
 from .classes import class_index, class_name, output_tensor, require_class, threshold
-from .question import Images, Question, Target, Together
+from .question import Images, Question, QuestionBatch, Target
 
 RegionChoice = Literal["predicted", "border"]
 
@@ -53,7 +53,7 @@ class Region(Target):
             require_inside(self.position, images)
         return replace(self, label=class_index(self.label, images.categories))
 
-    def ask(self, output: Any, images: Images) -> Together:
+    def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return the questions about the pixels of the output. Raises TargetError if there are no such pixels."""
         scores, index = _scores(output, int(self.label))
         has_instances, is_binary = _has_instances(output), False
@@ -88,7 +88,7 @@ class Region(Target):
             single = replace(score, cells=part[None])
             mirrored = None if self.joint else single.mirrored()
             questions.append(Question(single, name, mirrored=mirrored, part=self.part, reads_logits=True))
-        return Together(questions, score)
+        return QuestionBatch(questions, score)
 
     def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about the other classes of the same pixels, or about the other joints."""
@@ -256,7 +256,7 @@ class Keypoint(Target):
         """Return True, as for a region."""
         return True
 
-    def ask(self, output: Any, images: Images) -> Together:
+    def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return the questions about the joint of each image. Raises TargetError if there is no such joint."""
         return self._found(output, images).ask(output, images)
 

@@ -17,7 +17,7 @@ from PIL import Image
 from saliency.batch import BatchError, batch, sources
 from saliency.batch.failures import printable
 from saliency.batch.listing import ImageEntry
-from saliency.batch.sources import parse_target
+from saliency.batch.sources import target_of_row
 from saliency.batch.store import FORMAT
 from saliency.errors import ImageError
 from saliency.io.inputs import open_image
@@ -226,7 +226,7 @@ def test_an_unreadable_list_is_an_error(tmp_path: Path) -> None:
     ("text", "target"), [("3", "3"), (" -1 ", "-1"), ("tiger cat", "tiger cat"), ("", None), (None, None), (4, 4)]
 )
 def test_a_target_is_an_index_a_text_or_nothing(text: object, target: object) -> None:
-    assert parse_target(text) == target
+    assert target_of_row(text) == target
 
 
 def test_targets_match_by_path_or_by_a_unique_name(tmp_path: Path) -> None:
