@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation, Matches
 from ..attribution.features import Features
 from ..attribution.heatmap import method_titles, single_images
+from ..attribution.inputs import InputExplanations
 from ..errors import RenderError
 from ..io.geometry import Frame
 from ..model.answer import Answer
@@ -91,7 +94,7 @@ def as_png(drawing: Figure, dpi: float, **options: Any) -> bytes:
 
 
 def draw_maps(
-    explanations: Explanation | Iterable[Explanation] | Sequence[Sequence[Explanation]],
+    explanations: Explanation | InputExplanations | Iterable[Explanation] | Sequence[Sequence[Explanation]],
     *,
     columns: int | None = None,
     title: str | None = None,
@@ -104,6 +107,10 @@ def draw_maps(
     """Draw each image once, then its maps side by side, each with a colour bar; see `results.figure`."""
     if columns is not None:
         check_integer("columns", columns, least=1, error=RenderError)
+    heads = chain[list[str]]()
+    if isinstance(explanations, InputExplanations):
+        heads, shared = chain.from_iterable(_heads(explanations)), True
+        explanations = [[explanation] for explanation in _pictured(explanations)]
     listed: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
     if not listed or not all(isinstance(row, list | tuple) for row in listed):
         listed = [explanations]
@@ -113,7 +120,7 @@ def draw_maps(
     for group in chain.from_iterable(map(_by_image, image_rows)):
         frame, titles = _print_frame(frame_of(group[0])), method_titles(group)
         has_one_class = len({explanation.target_names[0] for explanation in group}) == 1
-        panels = [Panel(frame.image, [class_title(group[0])] if has_one_class else [])]
+        panels = [Panel(frame.image, [*next(heads, []), *[class_title(group[0])] * has_one_class])]
         for explanation, method in zip(group, titles, strict=True):
             scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
             names = [method] if has_one_class else [method, class_title(explanation)]
@@ -126,6 +133,34 @@ def draw_maps(
             below = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
             add_bar(drawing, panel.scaled, colormap, panel.units, cax=below, orientation="horizontal")
     return drawing
+
+
+def _heads(result: InputExplanations) -> Iterator[list[list[str]]]:
+    """Yield the name of each input and its share of the score, for each case."""
+    shares = result.shares
+    for name, explanation in result.items():
+        of_cases = shares.get(name, [])
+        label = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+        parts = [of_cases] if isinstance(of_cases, float) else of_cases
+        yield [[f"{label}: {round(100 * part)} %"] for part in parts] or [[label]] * len(explanation)
+
+
+def _pictured(result: InputExplanations) -> Iterator[Explanation]:
+    """Yield the explanations, with a picture of the input where it was given as a tensor: its range in grey or RGB."""
+    for name, explanation in result.items():
+        x = result.inputs[name[0] if isinstance(name, tuple) else name]
+        if None in explanation.frames and x.dim() == 4:
+            frames = [frame or _picture(image) for frame, image in zip(explanation.frames, x, strict=True)]
+            explanation = replace(explanation, frames=tuple(frames))  # noqa: PLW2901
+        yield explanation
+
+
+def _picture(x: Tensor) -> Frame:
+    """Return the frame of an input (C, H, W): the colours of three channels, or the mean of others in grey."""
+    pixels = x.double() if len(x) == 3 else x.double().mean(0, keepdim=True).expand(3, -1, -1)
+    low, high = pixels.aminmax()
+    scaled = ((pixels - low) / (high - low).clamp(min=1e-30) * 255).round().byte()
+    return Frame(Image.fromarray(scaled.movedim(0, -1).cpu().numpy()), (0, 0, x.shape[2], x.shape[1]))
 
 
 def draw_matches(matches: Matches, *, count: int = 20) -> Figure:

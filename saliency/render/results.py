@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 from ..aliases import option_hint
 from ..attribution.explanation import Explanation, Matches
 from ..attribution.features import Features
+from ..attribution.inputs import InputExplanations
 from .figure import draw_features, draw_maps, draw_matches
 
 if TYPE_CHECKING:
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
     from .figure_options import Entry, FigureOptions
 
 
-def figure(result: Explanation | Features | Matches | Iterable[Entry], **options: Unpack[FigureOptions]) -> Figure:
+def figure(
+    result: Explanation | InputExplanations | Features | Matches | Iterable[Entry], **options: Unpack[FigureOptions]
+) -> Figure:
     """Draw a result: explanations, or what `features`, `matches`, `attention`, `trust` and other functions return.
 
     - Explanations: each image once, then its maps side by side, each with a colour bar in the map's units.
       Explanations of the same image stand next to each other. The bar shows the colours before they are mixed with the
       image. A pointed end marks values beyond it. Lists of explanations are rows, as for `contact_sheet`.
+    - `InputExplanations`: each input with its share of the score and its map, all maps on one scale. An input that was
+      given as a tensor is drawn in its own range.
     - `Features`: one column per image, the image and the principal components of its features in colours. The colours
       of all images have one scale.
     - `Matches`: both images, and lines between the cells that match most. The width of a line is proportional to the
@@ -83,7 +88,7 @@ def figure(result: Explanation | Features | Matches | Iterable[Entry], **options
 def _drawing_of(result: object) -> Callable[..., Figure]:
     """Return the function that draws results of a type, or lists of a type. Drawing of metrics loads only for them."""
     first = result[0] if isinstance(result, Sequence) and result else result
-    if isinstance(first, Explanation | list | tuple):
+    if isinstance(first, Explanation | InputExplanations | list | tuple):
         return draw_maps
     from .measurements import DRAWINGS
 

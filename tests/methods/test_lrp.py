@@ -883,9 +883,7 @@ def test_the_shift_of_a_batch_norm_receives_no_excitation() -> None:
 
 def test_excitation_warns_of_shares_that_are_lost() -> None:
     net, x = saliency.load("efficientnet_lite0"), torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    with pytest.warns(
-        saliency.errors.SaliencyWarning, match=r"add up to 0\.\d+ instead of 1: the rest stays at neurons"
-    ):
+    with pytest.warns(saliency.errors.SaliencyWarning, match=r"add up to 0\.\d+, not to 1: the rest stays at neurons"):
         found = ExcitationBackprop(net).attribute(x, 1)
     assert float(found.values.sum()) < 0.5
 
