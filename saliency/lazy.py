@@ -15,21 +15,21 @@ def attach(
     """Return `__getattr__`, `__dir__` and `__all__` of a module, which lists and loads the names of its stub file.
 
     Args:
-        module: The name of the module, which lies in the package `saliency`.
+        module: The name of the module, or package.
         file: The path of the module, with the stub next to it.
         hint: The end of the error about an unknown name, given the name and the public names; by default the closest.
     """
     stub = Path(file).with_suffix(".pyi").read_text("utf-8")
     homes = {name: home for home, name in re.findall(r"^from (\S+) import \w+ as (\w+)$", stub, re.MULTILINE)}
-    names = list(homes)
+    names, package = list(homes), sys.modules[module].__package__
 
     def load(name: str) -> object:
         if name not in homes:
             # Without an object, the traceback adds no suggestion of its own.
             raise AttributeError(f'{module} has no "{name}"{hint(name, names)}', name=name, obj=None)
         if homes[name] == ".":
-            return import_module(f".{name}", "saliency")
-        value: object = getattr(import_module(homes[name], "saliency"), name)
+            return import_module(f".{name}", package)
+        value: object = getattr(import_module(homes[name], package), name)
         vars(sys.modules[module])[name] = value
         return value
 

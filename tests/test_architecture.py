@@ -372,13 +372,16 @@ def test_a_package_with_public_functions_needs_no_import_of_its_own() -> None:
     assert packages <= set(PUBLIC)
 
 
-@pytest.mark.parametrize("public", ["saliency", "saliency.extending", "saliency.metrics"])
+@pytest.mark.parametrize(
+    "public", ["", ".extending", ".metrics", ".relevance", ".testbed"], ids=lambda name: f"saliency{name}"
+)
 def test_the_stub_names_what_it_takes_and_from_where(public: str) -> None:
-    listing = importlib.import_module(public)
+    listing = importlib.import_module(f"saliency{public}")
+    package = listing.__package__
     stub = ast.parse(Path(str(listing.__file__)).with_suffix(".pyi").read_text("utf-8"))
     for node in stub.body:
         assert isinstance(node, ast.ImportFrom)
-        module = importlib.import_module(f"saliency.{node.module}" if node.module else "saliency")
+        module = importlib.import_module(f"{package}.{node.module}" if node.module else "saliency")
         for each in node.names:
             assert each.asname == each.name
             assert getattr(module, each.name) is getattr(listing, each.name)

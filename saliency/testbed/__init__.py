@@ -1,22 +1,8 @@
-"""Images with a known correct map, and small networks trained on them."""
+"""Images with a known correct map, and small networks trained on them.
 
-from __future__ import annotations
+The names load on first use.
+"""
 
-from .networks import CaptionProcessor
-from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, TASKS, Scenes, Task, draw_scenes
-from .volumes import SOLIDS, Volumes, draw_volumes
+from .. import lazy
 
-__all__ = [
-    "CLASSES",
-    "COLOURS",
-    "DISTRACTORS",
-    "KEYPOINTS",
-    "SOLIDS",
-    "TASKS",
-    "CaptionProcessor",
-    "Scenes",
-    "Task",
-    "Volumes",
-    "draw_scenes",
-    "draw_volumes",
-]
+__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__)

@@ -14,6 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import ConnectionPatch
 from PIL import Image
 
+import saliency
 from saliency import Matches, contact_sheet, figure, ledger_table
 from saliency.attribution.explanation import Explanation, Sign, joined
 from saliency.attribution.heatmap import heatmap, significance, standard_error
@@ -23,6 +24,7 @@ from saliency.render.blending import Opacity, blend
 from saliency.render.overlay import cutout, overlay, save_drawing
 from saliency.render.scaling import color_table, shared_limit
 from tests.drawing import explained, hot, noise, pixels_of, whole
+from tests.several_inputs import case
 
 # The photo -----------------------------------------------------------------------------------------------------
 
@@ -372,3 +374,17 @@ def test_matches_without_images_or_with_a_wrong_count_are_refused() -> None:
         figure(Matches(values, 0.8, "cosine", "lrp", (None, None)))
     with pytest.raises(RenderError, match="count"):
         figure(matches(values), count=0)
+
+
+def test_several_inputs_are_drawn_each_with_its_share_on_one_scale() -> None:
+    model, inputs = case("late")
+    result = saliency.InputXGradient(model).attribute({key: x[:1] for key, x in inputs.items()}, 1)
+    drawing = saliency.figure(result)
+    titles = [axes.get_title() for axes in drawing.axes]
+    shares = [f"{key}: {round(100 * share)} %" for key, share in result.shares.items()]
+    assert [title.split("\n")[0] for title in titles[::2]][:2] == shares
+    bars = [axes.child_axes[0].get_xlim() for axes in drawing.axes if axes.child_axes]
+    assert len(bars) == 2
+    assert len(set(bars)) == 1
+    both = saliency.figure(saliency.InputXGradient(model).attribute(inputs, 1))
+    assert len(both.axes) == 2 * len(drawing.axes)

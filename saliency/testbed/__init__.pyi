@@ -1,0 +1,12 @@
+from .networks import CaptionProcessor as CaptionProcessor
+from .shapes import CLASSES as CLASSES
+from .shapes import COLOURS as COLOURS
+from .shapes import DISTRACTORS as DISTRACTORS
+from .shapes import KEYPOINTS as KEYPOINTS
+from .shapes import TASKS as TASKS
+from .shapes import Scenes as Scenes
+from .shapes import Task as Task
+from .shapes import draw_scenes as draw_scenes
+from .volumes import SOLIDS as SOLIDS
+from .volumes import Volumes as Volumes
+from .volumes import draw_volumes as draw_volumes
