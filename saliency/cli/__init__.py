@@ -129,7 +129,7 @@ targets:
   box:120,40,300,260     detection that overlaps a box: left,top,right,bottom
   box:cat, box:cat:0     detection of a class, also with any of the places above
   region:cat             all pixels of a class in a segmentation
-  region:cat:border      its contour; also cat:mask.png, or with a point or a box
+  region:cat:border      its contour; also region:cat:mask.png, a point or a box
   keypoint:nose          joint of a pose; keypoint:nose:1 of the second person
   "text:a red car"       text, for a model of images and texts
 Positions are in pixels of the image.

@@ -230,6 +230,7 @@ _TARGET_HELP = "class by name or index, or another of the targets below (default
 _WHOLE_HELP = "show the model the whole image, not its centre; resized, or with its aspect ratio"
 _SET_HELP = "option of the methods; see saliency methods NAME"
 _CARD_HELP = "file of the card, .html, .png or .json, or - to print JSON; may be repeated"
+_OBJECTS_HELP = 'masks named as the images, or JSON of boxes, as in {"a.png": [x0, y0, x1, y1]}'
 _GRADIENTS_HELP = "also print gradients of the score of one class, of layers or parameters (default: layers)"
 ARGUMENTS: dict[str, list[Argument]] = {
     "": [
@@ -274,7 +275,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     ],
     "metrics": [
         Argument("--metrics NAME", "one or more (default: deletion insertion)", nargs="+", action="extend"),
-        Argument("--objects FOLDER|FILE", "masks named as the images, or a JSON file of boxes", type=_objects),
+        Argument("--objects FOLDER|FILE", _OBJECTS_HELP, type=_objects),
     ],
     "output": [
         Argument("-o --out DIR", "output folder (default: out)", type=_folder, default=Path("out")),

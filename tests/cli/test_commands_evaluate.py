@@ -171,7 +171,7 @@ def test_boxes_are_found_by_file_name_and_a_changed_one_is_measured_again(
     assert by_image == {"00", "01"}
     (tmp_path / "list.json").write_text("[1]")
     code, _, err = run(source, "--objects", tmp_path / "list.json")
-    assert (code, "list.json: expected JSON of boxes by image" in err) == (2, True)
+    assert (code, "list.json: expected masks named as the images, or JSON of boxes" in err) == (2, True)
     (tmp_path / "boxes.json").write_text(json.dumps(boxes | {"01.png": [9, 0, 40, 30], "02.png": [0, 0, 41, 30]}))
     measured.clear()
     assert "02.png: got the box [0, 0, 41, 30]; expected (x0, y0, x1, y1)" in run(*words)[2]
@@ -214,7 +214,7 @@ def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
         (["--set", "stpes=3"], 'no option "stpes" of grad_cam or the metric; did you mean "steps"'),
         (["--target", "zebra"], "zebra"),
         (["--objects", "nowhere"], "there is no image: nowhere"),
-        (["--objects", "no.json"], "no.json: expected masks named as the images, or a JSON file of boxes"),
+        (["--objects", "no.json"], "no.json: expected masks named as the images, or JSON of boxes"),
     ],
 )
 def test_an_invalid_command_line_exits_with_two(run: Run, source: Path, words: list[str], message: str) -> None:
