@@ -8,7 +8,7 @@ summed; of magnitudes, the largest of the channels is taken (Simonyan 2013).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -60,7 +60,10 @@ def heatmap(
 def require_explanation(value: object, name: str) -> None:
     """Raise RenderError unless a value is an explanation. `name` is the function that takes it."""
     if not isinstance(value, Explanation):
-        raise RenderError(f"{name} takes an Explanation, the result of attribute(...); got {type(value).__name__}")
+        hint = "; take the one of an input, result[NAME]" if isinstance(value, Mapping) else ""
+        raise RenderError(
+            f"{name} takes an Explanation, the result of attribute(...); got {type(value).__name__}{hint}"
+        )
 
 
 def reduced_maps(explanation: Explanation, sign: Sign | None) -> Tensor:
@@ -105,7 +108,7 @@ def limits(maps: Tensor, percentile: float | None) -> Tensor:
 
 def several(explanations: Explanation | Iterable[Explanation], name: str) -> list[Explanation]:
     """Return one or several explanations as a list. Raises RenderError if there is none."""
-    is_one = isinstance(explanations, Explanation | Tensor) or not isinstance(explanations, Iterable)
+    is_one = isinstance(explanations, Explanation | Tensor | Mapping) or not isinstance(explanations, Iterable)
     listed: list[Any] = [explanations] if is_one else list(explanations)
     for explanation in listed:
         require_explanation(explanation, name)

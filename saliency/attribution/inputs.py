@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -69,3 +71,12 @@ class InputExplanations(Mapping[Any, Explanation]):
         total = sum(sums.values(), start=sums[next(iter(sums))] * 0)
         shares = {name: (own / total).tolist() for name, own in sums.items()}
         return {name: own[0] if len(own) == 1 else own for name, own in shares.items()}
+
+    def save(self, path: str | os.PathLike[str]) -> list[Path]:
+        """Save the explanation of each input: `maps/cat.safetensors` gives `maps/cat.rgb.safetensors`, and so on.
+
+        Returns:
+            The files, for `Explanation.load`.
+        """
+        file = Path(path)
+        return [Path(own.save(file.with_suffix(f".{name}{file.suffix}"))) for name, own in self.explanations.items()]

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,8 @@ def trust(
     began = time.perf_counter()
     if not isinstance(method, Attribution):
         raise MethodError(f"expected a method, such as GradCAM(model), got {method!r}")
+    if isinstance(image, Mapping):
+        raise MethodError("a trust card is of one image, of a model that holds its other inputs; got a mapping of them")
     explanation = method.attribute(image, target)
     if len(explanation) != 1:
         raise MethodError(f"a trust card is of one image, got {len(explanation)}")

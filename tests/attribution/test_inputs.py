@@ -310,3 +310,24 @@ def outputs(model: nn.Module, layer: str, inputs: dict[str, Any]) -> list[Tensor
     with model.get_submodule(layer).register_forward_hook(partial(keep, calls)), torch.no_grad():
         _ = model(inputs) if "observation.state" in inputs else model(**inputs)
     return [output[0] if isinstance(output, tuple) else output for output in calls]
+
+
+def test_each_explanation_is_saved_and_what_takes_one_image_says_so(tmp_path: Path) -> None:
+    model, inputs = case("late")
+    method = saliency.GradCAM(model)
+    result = method.attribute(inputs, 1)
+    files = result.save(tmp_path / "scene.1.safetensors")
+    assert [file.name for file in files] == ["scene.1.rgb.safetensors", "scene.1.depth.safetensors"]
+    for file, own in zip(files, result.values(), strict=True):
+        assert torch.equal(saliency.Explanation.load(file).values, own.values)
+    for call in (saliency.overlay, saliency.heatmap, saliency.contact_sheet):
+        with pytest.raises(saliency.errors.RenderError, match=r"result\[NAME\]|takes rows"):
+            call(result)  # type: ignore[operator]
+    for refused in (
+        lambda: saliency.trust(method, inputs, 1),
+        lambda: saliency.compare([method], [inputs], [1]),
+        lambda: saliency.export(method, tmp_path / "a.pt2", inputs, target=1),
+        lambda: saliency.Together(method).attribute(inputs, 1),
+    ):
+        with pytest.raises(saliency.errors.SaliencyError, match="of a model that holds its other inputs"):
+            refused()
