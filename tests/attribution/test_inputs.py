@@ -322,10 +322,10 @@ def test_each_explanation_is_saved_and_what_takes_one_image_says_so(tmp_path: Pa
         assert torch.equal(saliency.Explanation.load(file).values, own.values)
     for call in (saliency.overlay, saliency.heatmap, saliency.contact_sheet):
         with pytest.raises(saliency.errors.RenderError, match=r"result\[NAME\]|takes rows"):
-            call(result)  # type: ignore[operator]
+            call(result)
     for refused in (
         lambda: saliency.trust(method, inputs, 1),
-        lambda: saliency.compare([method], [inputs], [1]),
+        lambda: saliency.compare([method], [inputs], [1]),  # type: ignore[list-item]
         lambda: saliency.export(method, tmp_path / "a.pt2", inputs, target=1),
         lambda: saliency.Together(method).attribute(inputs, 1),
     ):
