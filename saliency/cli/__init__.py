@@ -165,6 +165,7 @@ examples:
   saliency explain street.jpg --model mine.py:detector --target box:210,110
   saliency explain cat.jpg --model mine.py:unet --target region:cat:border
   curl -s https://example.org/cat.jpg | saliency explain - -o - > cat.png
+  saliency explain rgb=a.png depth=d.npy --model mine.py:fusion  (one case)
 
 files:
   The overlay of cat.jpg by grad_cam is DIR/cat.grad_cam.png, as large as the

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.text import Text
 
@@ -34,10 +36,12 @@ from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
 from ..errors import SaliencyError, plural, visible
 from ..evaluation.metrics.base import get_metric
-from ..io.atomic_write import inside
+from ..io.atomic_write import atomic_write, inside
 from ..methods import METHODS
 from ..render.blending import shrink
-from ..render.overlay import save_drawing
+from ..render.figure import PRINT_DPI, as_png
+from ..render.overlay import overlay, save_drawing
+from ..render.results import figure
 from ..render.sheet import contact_sheet
 from ..tables import Table
 from .arguments import ALL, METHOD, MODEL, arguments_of
@@ -95,6 +99,8 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
     targets = choose_targets(arguments)
     texts = {word: target for word, target in targets.items() if word.startswith("text:")}
     arguments.target = next(iter(targets.values()), None)
+    if inputs := named_inputs([*arguments.images, *more_images]):
+        return _explain_inputs(arguments, methods, inputs, screen)
     with tempfile.TemporaryDirectory() as scratch:
         entries, left_out = _find_images(arguments, more_images, texts, Path(scratch))
         if arguments.out != Path("-"):
@@ -121,6 +127,53 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], texts: Mapp
     entries, left_out = find_images(files, recursive=arguments.recursive)
     entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
     return Found(with_names([row for entry in entries for row in _once_per_text(entry, texts)]), left_out)
+
+
+def named_inputs(words: Sequence[str]) -> dict[str, Any]:
+    """Return the inputs of a model with several, of words such as rgb=a.png; none if a word is an image by itself.
+
+    A file .npy is a float array, as the model takes it; a word that is no file is passed to the model as text.
+    """
+    named: dict[str, Any] = {}
+    for word in words:
+        name, mark, value = word.partition("=")
+        if not mark or not re.fullmatch(r"[A-Za-z_][\w.]*", name) or os.path.exists(word):  # noqa: PTH110
+            return {}
+        named[name] = np.load(value) if value.endswith(".npy") else value
+    return named
+
+
+def _explain_inputs(
+    arguments: argparse.Namespace, methods: Sequence[str], inputs: Mapping[str, Any], screen: Screen
+) -> int:
+    """Explain one case of a model with several inputs: a figure and the shares of each method, and the overlays."""
+    if arguments.sheet or arguments.trust or arguments.out == Path("-"):
+        raise UsageError("--sheet, --trust and -o - are for models of one image; the inputs of a case are one figure")
+    settings, style = split_style(arguments, methods)
+    options = NetworkOptions.of({**vars(arguments), "methods": methods, "options": settings})
+    drawn: dict[str, Any] = {name: value for name, value in asdict(style).items() if name != "format"}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    failures = 0
+    for method in create_methods(options, move_model(load_model(options), one_device(options))):
+        try:
+            with screen.waiting(f"explaining by {method.name}"):
+                result = method.attribute(inputs, arguments.target)
+        except SaliencyError as error:
+            failures += Failure.of(error).kind not in expected_errors(arguments)
+            screen.error(sentence(", ".join(inputs), method.name, Failure.of(error).reason))
+            continue
+        shares = ", ".join(f"{name} {round(100 * share)} %" for name, share in result.shares.items())
+        screen.say(f"{method.name}: {next(iter(result.values())).target_names[0]}; {shares}")
+        stem = arguments.out / f"inputs.{method.name}.png"
+        with atomic_write(stem) as temporary:
+            temporary.write_bytes(as_png(figure(result), PRINT_DPI))
+        for name, explanation in result.items():
+            if explanation.frames[0] is not None:
+                save_drawing(overlay(explanation, **drawn), arguments.out / f"{name}.{method.name}.png")
+        if arguments.save:
+            result.save(stem.with_suffix(".safetensors"))
+    screen.say(f"written to {visible(arguments.out)}{os.sep}")
+    return int(failures > 0)
 
 
 def _once_per_text(entry: ImageEntry, texts: Mapping[str, Any]) -> list[ImageEntry]:
