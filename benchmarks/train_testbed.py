@@ -16,6 +16,9 @@ colour of an object. Its vision transformer starts from the trained one, too.
 
 The networks of "several" see images in which objects are left out at random. The target of the network for volumes is
 half the one class and half the other, as in "two_objects".
+
+Each batch of the network of colours and depth has an equal part of scenes that show the objects in the colours, in the
+depth and in both. The policy is trained on the squared error of its motion.
 """
 
 from __future__ import annotations
@@ -35,7 +38,24 @@ from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_i
 
 import saliency
 from saliency import DualEncoder
-from saliency.testbed import CLASSES, COLOURS, DISTRACTORS, TASKS, Scenes, Task, Volumes, draw_scenes, draw_volumes
+from saliency.testbed import (
+    CAMERAS,
+    CLASSES,
+    COLOURS,
+    DISTRACTORS,
+    INSTRUCTION,
+    RGBD_TASKS,
+    TASKS,
+    InputScenes,
+    RgbdTask,
+    Scenes,
+    Task,
+    Volumes,
+    draw_cameras,
+    draw_rgbd,
+    draw_scenes,
+    draw_volumes,
+)
 from saliency.testbed.networks import (
     NETWORKS,
     OBJECTS,
@@ -66,6 +86,8 @@ SCHEDULES: dict[str, tuple[int, float, tuple[Any, ...]]] = {  # steps, rate, tas
     "shapes_queries": (1200, 2e-3, ("several",)),
     "shapes_keypoints": (250, 1e-2, ("corners",)),
     "shapes_volume": (800, 1e-2, ("volumes",)),
+    "shapes_rgbd": (700, 1e-2, ("rgbd",)),
+    "shapes_policy": (2000, 2e-3, ("cameras",)),
 }
 BATCH = 32
 HEAD = ("head.weight", "head.bias")
@@ -233,6 +255,21 @@ def volume_loss(model: nn.Module, drawn: Volumes, _task: str) -> Tensor:
     return -log_p.gather(1, drawn.shapes).mean()
 
 
+def rgbd_loss(model: nn.Module, drawn: InputScenes, _task: str) -> Tensor:
+    """Return the cross-entropy with the class of the object."""
+    return F.cross_entropy(model(normalised(drawn.inputs["rgb"]), drawn.inputs["depth"]), drawn.answers)
+
+
+def motion_loss(model: nn.Module, drawn: InputScenes, _task: str) -> Tensor:
+    """Return the squared error of the motion."""
+    return 10 * F.mse_loss(model(observation(drawn)), drawn.answers)
+
+
+def observation(drawn: InputScenes) -> dict[str, Tensor]:
+    """Return the inputs of the policy."""
+    return {name: normalised(drawn.inputs[name]) for name in CAMERAS} | {INSTRUCTION: drawn.inputs[INSTRUCTION]}
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
     "shapes_order": weight_loss,
     "shapes_two_tower": caption_loss,
@@ -243,17 +280,45 @@ LOSSES: dict[str, Callable[..., Tensor]] = {  # of the others: class_loss
     "shapes_queries": query_loss,
     "shapes_keypoints": keypoint_loss,
     "shapes_volume": volume_loss,
+    "shapes_rgbd": rgbd_loss,
+    "shapes_policy": motion_loss,
 }
 
 
-def token_labels(scenes: Scenes | Volumes) -> Tensor:
+def drawn_batch(task: Any, step: int, **options: Any) -> Any:
+    """Return the scenes or volumes of a step of the training."""
+    if task == "volumes":
+        return draw_volumes(BATCH // 2, seed=step)
+    if task == "cameras":
+        return draw_cameras(BATCH, seed=step)
+    if task == "rgbd":
+        seeds = range(3 * step, 3 * step + 3)
+        parts = [draw_rgbd(BATCH // 3, seed=seed, task=own) for seed, own in zip(seeds, RGBD_TASKS, strict=True)]
+        inputs, masks, shapes, importance = (
+            {name: torch.cat([getattr(part, field)[name] for part in parts]) for name in ("rgb", "depth")}
+            for field in ("inputs", "masks", "shapes", "importance")
+        )
+        return InputScenes(inputs, masks, shapes, importance, torch.cat([part.answers for part in parts]))
+    return draw_scenes(BATCH, seed=step, task=task, **options)
+
+
+def token_labels(scenes: Scenes | Volumes | InputScenes) -> Tensor:
     """Return the share of each shape, and of the background, in the cells of the final grid: (N, cells, 9)."""
-    masks = scenes.masks.float()
+    if not isinstance(scenes, InputScenes):
+        return cell_labels(scenes.masks, scenes.shapes)
+    if "rgb" in scenes.masks:  # both inputs have one grid
+        return cell_labels(scenes.masks["rgb"] | scenes.masks["depth"], scenes.shapes["rgb"])
+    return torch.cat([cell_labels(scenes.masks[name], scenes.shapes[name]) for name in CAMERAS], 1)
+
+
+def cell_labels(masks: Tensor, shapes: Tensor) -> Tensor:
+    """Return the share of each shape, and of the background, in cells of 8 pixels or 4 voxels: (N, cells, 9)."""
+    masks = masks.float()
     pooled = F.avg_pool2d(masks, 8) if masks.dim() == 4 else F.avg_pool3d(masks, 4)
     shares = pooled.flatten(2).transpose(1, 2)  # (N, cells, K)
     labels = torch.zeros(*shares.shape[:2], len(SHAPES) + 1)
     labels[..., -1] = 1 - shares.sum(2)
-    return labels.scatter_add(2, scenes.shapes[:, None].expand_as(shares), shares)
+    return labels.scatter_add(2, shapes[:, None].expand_as(shares), shares)
 
 
 def final_grid(model: Any) -> tuple[nn.Module, int]:
@@ -263,7 +328,9 @@ def final_grid(model: Any) -> tuple[nn.Module, int]:
         return visual.norm, -1
     if hasattr(visual, "backbone"):
         return visual.backbone.layer2, 1
-    return next(getattr(visual, name) for name in ("bottleneck", "layer3", "features") if hasattr(visual, name)), 1
+    return next(
+        getattr(visual, name) for name in ("bottleneck", "layer3", "fused", "features") if hasattr(visual, name)
+    ), 1
 
 
 def train(
@@ -284,14 +351,11 @@ def train(
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.15)
     factor, weights = 2, torch.ones(len(SHAPES) + 1)
-    if is_volume := tasks == ("volumes",):  # objects cover 2 % of a volume
+    if tasks == ("volumes",):  # objects cover 2 % of a volume
         factor, weights[-1] = 20, 0.05
     for step in range(steps):
         task = tasks[step % len(tasks)]
-        scenes: Any = (
-            draw_volumes(BATCH // 2, seed=step) if is_volume else draw_scenes(BATCH, seed=step, task=task, **options)
-        )
-        scenes = CHANGES.get(task, lambda same: same)(scenes)
+        scenes = CHANGES.get(task, lambda same: same)(drawn_batch(task, step, **options))
         loss = loss_of(model, scenes, task)
         labels = token_labels(scenes)
         patches = labeller(final.pop()).flatten(1, -2)[:, -labels.shape[1] :]  # without class and register tokens
@@ -471,6 +535,23 @@ def volume_accuracy(name: str, volumes: int = 1000) -> float:
     return float((found.sort(1).values == drawn.shapes.sort(1).values).all(1).float().mean())
 
 
+@torch.no_grad()
+def rgbd_accuracy(task: RgbdTask, scenes: int = 1000) -> float:
+    """Return the share of held-out scenes in which the class of the object is the highest output of `shapes_rgbd`."""
+    drawn = draw_rgbd(scenes, seed=HELD_OUT, task=task)
+    found = saliency.load("shapes_rgbd")(normalised(drawn.inputs["rgb"]), drawn.inputs["depth"]).argmax(1)
+    return float((found == drawn.answers).float().mean())
+
+
+@torch.no_grad()
+def motion_errors(scenes: int = 1000) -> Tensor:
+    """Return the distance in pixels from the object to the end of the motion of `shapes_policy`, (N,)."""
+    drawn = draw_cameras(scenes, seed=HELD_OUT)
+    found = saliency.load("shapes_policy")(observation(drawn))
+    distances: Tensor = torch.linalg.vector_norm(found[:, -1] - drawn.answers[:, -1], dim=1) * SIZE / 2
+    return distances
+
+
 def quality(name: str, task: Task, images: int = 1000) -> str:
     if name == "shapes_keypoints":
         return f"{100 * (keypoint_errors(name, images) < 4).float().mean():.1f} % within 4 pixels"
@@ -482,6 +563,10 @@ def quality(name: str, task: Task, images: int = 1000) -> str:
         return f"{task} captions {{:.1%}}, colours {{:.1%}}".format(*caption_accuracy(name, task, images))
     if name == "shapes_volume":
         return f"{100 * volume_accuracy(name, images):.1f} %"
+    if name == "shapes_rgbd":
+        return ", ".join(f"{own} {100 * rgbd_accuracy(own, images):.1f} %" for own in RGBD_TASKS)
+    if name == "shapes_policy":
+        return f"{100 * (motion_errors(images) < 4).float().mean():.1f} % within 4 pixels"
     return f"{task} {100 * accuracy(name, task, images):.1f} %"
 
 

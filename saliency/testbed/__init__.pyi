@@ -1,4 +1,11 @@
 from .networks import CaptionProcessor as CaptionProcessor
+from .several_inputs import CAMERAS as CAMERAS
+from .several_inputs import INSTRUCTION as INSTRUCTION
+from .several_inputs import RGBD_TASKS as RGBD_TASKS
+from .several_inputs import InputScenes as InputScenes
+from .several_inputs import RgbdTask as RgbdTask
+from .several_inputs import draw_cameras as draw_cameras
+from .several_inputs import draw_rgbd as draw_rgbd
 from .shapes import CLASSES as CLASSES
 from .shapes import COLOURS as COLOURS
 from .shapes import DISTRACTORS as DISTRACTORS

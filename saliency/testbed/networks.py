@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import TargetError, optional_import
 from ..io.inputs import ImagesLike, read
 from ..io.preprocess import Preprocess
+from .several_inputs import CAMERAS, INSTRUCTION, STEPS
 from .shapes import CLASSES, COLOURS, DISTRACTORS, KEYPOINTS, SIZE
 from .volumes import SOLIDS
 
@@ -459,11 +460,55 @@ def resnet(outputs: int = len(CLASSES)) -> nn.Sequential:
     return nn.Sequential(OrderedDict(stem | layers | head))
 
 
+class ColourAndDepth(nn.Module):
+    """Network of two inputs: a stream of convolutions for each, which join on a grid of 16 x 16 cells."""
+
+    def __init__(self, outputs: int = len(CLASSES)) -> None:
+        super().__init__()
+        self.rgb_stream, self.depth_stream = (
+            nn.Sequential(_convolution(channels, 16, 2), _convolution(16, 32, 2)) for channels in (3, 1)
+        )
+        self.fused = nn.Sequential(_convolution(64, 64, 2), _convolution(64, 64))
+        self.head = nn.Linear(64, outputs)
+
+    def forward(self, rgb: Tensor, depth: Tensor) -> Tensor:
+        """Return the logits (N, outputs) of colours (N, 3, H, W) and depths (N, 1, H, W)."""
+        joined = self.fused(torch.cat([self.rgb_stream(rgb), self.depth_stream(depth)], 1))
+        logits: Tensor = self.head(joined.mean((2, 3)))
+        return logits
+
+
+class Policy(nn.Module):
+    """Robot policy of one mapping, as in LeRobot: a transformer of the cells of two cameras and an instruction.
+
+    Source: Zhao et al., "Learning Fine-Grained Bimanual Manipulation with Low-Cost Hardware" (2023),
+    https://arxiv.org/abs/2304.13705.
+    """
+
+    def __init__(self, outputs: int = 2, *, width: int = 64, depth: int = 2) -> None:
+        super().__init__()
+        layers = _convolution(3, 16, 2), _convolution(16, 32, 2), _convolution(32, width, 2)
+        self.backbone = nn.Sequential(*layers, _convolution(width, width))
+        self.instruction = nn.Linear(len(COLOURS) + len(CLASSES), width)
+        self.pos_embed = _parameter(len(CAMERAS) * _CELLS, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, STEPS * outputs)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the motion (N, 4, outputs) for images (N, 3, 64, 64) of both cameras and an instruction (N, 9)."""
+        cells = torch.cat([self.backbone(batch[name]).flatten(2).mT for name in CAMERAS], 1) + self.pos_embed
+        tokens = torch.cat([self.instruction(batch[INSTRUCTION])[:, None], cells], 1)  # (N, 1 + 128, C)
+        motion: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return motion.reshape(len(motion), STEPS, -1)
+
+
 class DrawnNetwork(NamedTuple):
-    """Network for drawn images: the function that builds it, and the names of its classes."""
+    """Network for drawn images: the function that builds it, the names of its classes, and its preprocessing."""
 
     build: Callable[..., nn.Module]
-    categories: tuple[str, ...] = CLASSES
+    categories: tuple[str, ...] | None = CLASSES
+    preprocess: Preprocess | Mapping[str, Preprocess] | None = PREPROCESS
 
 
 NETWORKS = {
@@ -475,13 +520,15 @@ NETWORKS = {
     "shapes_vit": DrawnNetwork(ViT),
     "shapes_window": DrawnNetwork(window_transformer),
     "shapes_two_tower": DrawnNetwork(TwoTower),
-    "shapes_caption": DrawnNetwork(Captioner),
+    "shapes_caption": DrawnNetwork(Captioner, None),
     "shapes_unet": DrawnNetwork(UNet, ("background", *OBJECTS)),
     "shapes_circles": DrawnNetwork(partial(UNet, 1), ("circle",)),
     "shapes_detector": DrawnNetwork(Detector, OBJECTS),
     "shapes_queries": DrawnNetwork(QueryDetector, OBJECTS),
     "shapes_keypoints": DrawnNetwork(keypoint_network, KEYPOINTS),
-    "shapes_volume": DrawnNetwork(volume_cnn, SOLIDS),
+    "shapes_volume": DrawnNetwork(volume_cnn, SOLIDS, None),
+    "shapes_rgbd": DrawnNetwork(ColourAndDepth, preprocess={"rgb": PREPROCESS}),
+    "shapes_policy": DrawnNetwork(Policy, None, dict.fromkeys(CAMERAS, PREPROCESS)),
 }
 
 

@@ -134,7 +134,7 @@ def draw_scenes(
         radii = low + (high - low) * torch.rand(kinds.shape, generator=random, device="cpu", dtype=torch.float32)
     centres, axes, first = _draw_halves(radii, random) if objects == 2 else _draw_quadrants(radii, step, random)
     masks = _draw_masks(kinds, centres, radii)
-    ground, grain = _draw_noise(count, random)
+    ground, grain = draw_noise(count, random)
     fractions = torch.tensor(watermarked if task == "shortcut" else (0,) * len(CLASSES), device="cpu")[labels]
     watermark = _draw_watermark(centres, fractions, random)
     painted = _paint(ground, masks, hues, watermark)
@@ -229,7 +229,7 @@ def _inside(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([shapes[name] for name in _NAMES])
 
 
-def _draw_noise(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_noise(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return grey noise of two scales, and a colour noise for each pixel, (N, 3, 64, 64) each."""
     ground = torch.full((count, 1, SIZE, SIZE), 0.5, device="cpu", dtype=torch.float32)
     for cells in (8, 32):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attribution.options import is_per_input
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..model.dual_encoder import DualEncoder
@@ -54,7 +55,7 @@ def load(
         weights: "default" for the library's best weights; None for random weights; the name of another set of the
             library ("IMAGENET1K_V2", "a1_in1k", "laion2b_s34b_b79k"); or the path of a checkpoint, which runs no code.
         preprocess: Replaces the library's preprocessing: torchvision's `weights.transforms()`, timm's `pretrained_cfg`,
-            or any callable from an image to a tensor.
+            any callable from an image to a tensor, or a mapping of one for each input of a model with several.
         categories: Replaces the library's class names.
 
     Raises:
@@ -89,7 +90,7 @@ def load(
     chosen = facts.preprocess if preprocess is None else preprocess
     if isinstance(getattr(plain, "preprocess", None), nn.Module):  # such as torchvision's weights.transforms()
         del plain.preprocess
-    plain.preprocess = None if chosen is None else as_preprocess(chosen)
+    plain.preprocess = chosen if chosen is None or is_per_input(chosen) else as_preprocess(chosen)
     plain.categories = facts.categories if categories is None else _check_categories(categories, facts.classes)
     return model
 

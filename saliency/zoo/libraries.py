@@ -23,7 +23,7 @@ from torch import nn
 from ..errors import USER_CODE_ERRORS, DependencyError, ModelError, did_you_mean, optional_import
 from ..io.preprocess import PreprocessLike
 from ..model.call import categories_of, model_attribute
-from ..testbed.networks import NETWORKS, PREPROCESS, Captioner, Tokenizer, TwoTower, weights_file
+from ..testbed.networks import NETWORKS, PREPROCESS, Tokenizer, TwoTower, weights_file
 from .checkpoints import load_checkpoint
 
 Source = Literal["bundled", "torchvision", "timm", "open_clip", "hf", "python"]
@@ -156,7 +156,8 @@ class ShapesNetworks:
     `shapes_two_tower` 99.6 %. With a watermark, `shapes_shortcut` calls every image a circle. `shapes_unet`,
     `shapes_circles`, `shapes_detector`, `shapes_queries` and `shapes_keypoints` find objects. `shapes_caption`
     describes two objects, see `saliency.generate`. `shapes_volume` names solids in volumes: float tensors
-    (N, 1, 24, 32, 32), without preprocessing. See docs/testbed.md.
+    (N, 1, 24, 32, 32), without preprocessing. `shapes_rgbd` takes colours and a depth, `shapes_policy` one mapping of
+    two cameras and an instruction. See docs/testbed.md.
     """
 
     source: Source = "bundled"
@@ -180,10 +181,8 @@ class ShapesNetworks:
         """Return the preprocessing, and the class names or the tokenizer."""
         if isinstance(model, TwoTower):
             return ModelInfo(PREPROCESS, None, None, Tokenizer())
-        if isinstance(model, Captioner):
-            return ModelInfo(PREPROCESS, None, None)
-        categories = NETWORKS[name].categories
-        return ModelInfo(None if name == "shapes_volume" else PREPROCESS, categories, len(categories))
+        _, categories, preprocess = NETWORKS[name]
+        return ModelInfo(preprocess, categories, None if categories is None else len(categories))
 
 
 class OpenClip:

@@ -16,18 +16,21 @@ from benchmarks.train_testbed import (
     falls,
     keypoint_errors,
     mean_iou,
+    motion_errors,
+    rgbd_accuracy,
     right_order,
     word_falls,
 )
 from saliency import DualEncoder
 from saliency.errors import ModelError, TargetError
-from saliency.testbed import CaptionProcessor, Task, draw_scenes
+from saliency.testbed import CAMERAS, RGBD_TASKS, CaptionProcessor, RgbdTask, Task, draw_cameras, draw_rgbd, draw_scenes
 from saliency.testbed.networks import NETWORKS, Tokenizer, weights_file
 
 SCENES = draw_scenes(2, seed=1_000_007)
 DETECTORS = ("shapes_detector", "shapes_queries")
 FINDERS = {*DETECTORS, "shapes_unet", "shapes_circles", "shapes_keypoints"}  # of objects
-NAMERS = NETWORKS.keys() - FINDERS - {"shapes_volume", "shapes_caption"}  # of objects of an image
+SEVERAL_INPUTS = {"shapes_rgbd", "shapes_policy"}
+NAMERS = NETWORKS.keys() - FINDERS - SEVERAL_INPUTS - {"shapes_volume", "shapes_caption"}  # of objects of an image
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,31 @@ def test_the_unets_find_the_pixels_and_the_corners_of_objects() -> None:
     assert (keypoint_errors("shapes_keypoints", images=32) < 4).float().mean() > 0.97
 
 
+@pytest.mark.parametrize("task", RGBD_TASKS)
+def test_the_network_of_colours_and_depth_finds_the_class_in_the_inputs_that_show_it(task: RgbdTask) -> None:
+    assert rgbd_accuracy(task, scenes=64) >= 0.97
+
+
+def test_the_policy_moves_to_the_object_of_the_instruction() -> None:
+    assert (motion_errors(scenes=64) < 4).float().mean() >= 0.97
+
+
+def test_networks_of_several_inputs_have_a_preprocessing_for_each_image() -> None:
+    network: Any = saliency.load("shapes_rgbd")
+    assert [*network.preprocess] == ["rgb"]
+    drawn = draw_rgbd(2, seed=1_000_007)
+    scores = saliency.InputXGradient(network).attribute(drawn.inputs, drawn.answers.tolist()).scores
+    with torch.no_grad():
+        logits = network(drawn.inputs["rgb"] / 127.5 - 1, drawn.inputs["depth"])
+    torch.testing.assert_close(scores, logits[[0, 1], drawn.answers])
+    policy: Any = saliency.load("shapes_policy")
+    assert policy.categories is None
+    assert [*policy.preprocess] == [*CAMERAS]
+    seen = draw_cameras(2, seed=1_000_007)
+    scores = saliency.InputXGradient(policy).attribute(seen.inputs, saliency.value(3, 0)).scores
+    torch.testing.assert_close(scores, seen.answers[:, 3, 0], atol=0.1, rtol=0)
+
+
 def test_the_outputs_have_the_formats_of_the_libraries() -> None:
     x = SCENES.images / 127.5 - 1
     with torch.no_grad():
@@ -78,14 +106,14 @@ def test_the_outputs_have_the_formats_of_the_libraries() -> None:
         "logits": (2, 16),
         "pred_boxes": (2, 16),
     }
-    assert outputs["shapes_queries"]["logits"].shape[2] == len(NETWORKS["shapes_queries"].categories) + 1
+    assert outputs["shapes_queries"]["logits"].shape[2] == len(NETWORKS["shapes_queries"].categories or ()) + 1
     for name, shape in {
         "shapes_unet": (2, 4, 64, 64),
         "shapes_circles": (2, 1, 64, 64),
         "shapes_keypoints": (2, 3, 32, 32),
     }.items():
         assert outputs[name].shape == shape
-        assert len(NETWORKS[name].categories) == shape[1]
+        assert len(NETWORKS[name].categories or ()) == shape[1]
 
 
 def test_the_attention_of_the_queries_has_the_grid_of_the_image() -> None:
