@@ -153,15 +153,17 @@ def _explain_inputs(
     options = NetworkOptions.of({**vars(arguments), "methods": methods, "options": settings})
     drawn: dict[str, Any] = {name: value for name, value in asdict(style).items() if name != "format"}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    failures = 0
+    failures, written = 0, 0
     for method in create_methods(options, move_model(load_model(options), one_device(options))):
         try:
             with screen.waiting(f"explaining by {method.name}"):
                 result = method.attribute(inputs, arguments.target)
         except SaliencyError as error:
-            failures += Failure.of(error).kind not in expected_errors(arguments)
-            screen.error(sentence(", ".join(inputs), method.name, Failure.of(error).reason))
+            failure = Failure.of(error, method.name)
+            failures += failure.kind not in expected_errors(arguments)
+            screen.error(sentence(", ".join(inputs), method.name, failure.reason))
             continue
+        written += 1
         shares = ", ".join(f"{name} {round(100 * share)} %" for name, share in result.shares.items())
         screen.say(f"{method.name}: {next(iter(result.values())).target_names[0]}; {shares}")
         stem = arguments.out / f"inputs.{method.name}.png"
@@ -172,8 +174,9 @@ def _explain_inputs(
                 save_drawing(overlay(explanation, **drawn), arguments.out / f"{name}.{method.name}.png")
         if arguments.save:
             result.save(stem.with_suffix(".safetensors"))
-    screen.say(f"written to {visible(arguments.out)}{os.sep}")
-    return int(failures > 0)
+    if written:
+        screen.say(f"written to {visible(arguments.out)}{os.sep}")
+    return int(failures > 0 or not written)
 
 
 def _once_per_text(entry: ImageEntry, texts: Mapping[str, Any]) -> list[ImageEntry]:

@@ -123,7 +123,9 @@ class ModelInputs:
         self.values: dict[Key, Any] = {}
         self.frames: dict[Key, tuple[Frame | None, ...]] = {}
         like = reference_tensor(model)
-        for name, entry in entries.items():
+        for name, given_entry in entries.items():
+            is_float = isinstance(given_entry, np.ndarray) and given_entry.dtype.kind == "f"
+            entry = torch.from_numpy(given_entry) if is_float else given_entry
             if _is_image(entry):
                 try:
                     batch = read(entry, prepare(name), like=like)
@@ -131,9 +133,9 @@ class ModelInputs:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
             elif isinstance(entry, Tensor | np.ndarray):
-                value = entry.detach() if isinstance(entry, Tensor) else torch.from_numpy(entry)
-                is_float = like is not None and value.is_floating_point()
-                self.values[name] = value.to(like) if is_float else value.to(None if like is None else like.device)
+                value = torch.from_numpy(entry) if isinstance(entry, np.ndarray) else entry.detach()
+                is_like = like is not None and value.is_floating_point()
+                self.values[name] = value.to(like) if is_like else value.to(None if like is None else like.device)
             else:
                 self.values[name] = entry
         if not self.frames:
@@ -243,10 +245,9 @@ def _is_image(entry: Any) -> bool:
     """Return whether an input is an image, or a list of images, and not another argument."""
     if isinstance(entry, list):
         return bool(entry) and all(map(_is_image, entry))
+    if isinstance(entry, Tensor) and entry.is_floating_point():
+        return entry.ndim in (4, 5) or (entry.ndim == 3 and entry.shape[0] in (1, 3, 4))
     if isinstance(entry, Tensor | np.ndarray):
-        is_float = entry.is_floating_point() if isinstance(entry, Tensor) else entry.dtype.kind == "f"
-        if is_float:
-            return entry.ndim in (4, 5) or (entry.ndim == 3 and entry.shape[0] in (1, 3, 4))
-        return entry.dtype in (torch.uint8, np.uint8) and entry.ndim >= 3
+        return entry.dtype in (torch.uint8, np.uint8, np.uint16) and entry.ndim >= 2
     is_path = isinstance(entry, str) and (is_image(entry) or Path(entry).is_file())
     return is_path or isinstance(entry, os.PathLike | bytes | Image.Image)

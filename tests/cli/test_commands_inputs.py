@@ -1,0 +1,53 @@
+"""Several inputs on the command line: `saliency explain rgb=scene.png depth=depth.npy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import saliency
+from saliency.cli import main
+from saliency.testbed import CLASSES, draw_rgbd
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    scenes = draw_rgbd(1, seed=1_000_003, task="depth")
+    Image.fromarray(scenes.inputs["rgb"][0].permute(1, 2, 0).numpy()).save(tmp_path / "scene.png")
+    np.save(tmp_path / "depth.npy", scenes.inputs["depth"][0].numpy())
+    files = (f"rgb={tmp_path / 'scene.png'}", f"depth={tmp_path / 'depth.npy'}")
+    target = CLASSES[int(scenes.answers[0])]
+    return ["explain", *files, "--model", "shapes_rgbd", "--target", target, "-o", str(tmp_path / "maps")]
+
+
+def test_a_case_has_a_figure_with_shares_and_overlays(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "-m", "occlusion", "attention_rollout", "--save"]) == 1
+    out, err = capsys.readouterr()
+    assert "attention_rollout" in err
+    line = next(line for line in out.splitlines() if line.startswith("occlusion: "))
+    shares = {word.split()[0]: int(word.split()[1]) for word in line.split("; ")[1].split(", ")}
+    assert shares["depth"] > shares["rgb"]
+    files = {file.name for file in (tmp_path / "maps").iterdir()}
+    maps = {"inputs.occlusion.rgb.safetensors", "inputs.occlusion.depth.safetensors"}
+    assert files == {"inputs.occlusion.png", "rgb.occlusion.png", *maps}
+    with Image.open(tmp_path / "maps" / "rgb.occlusion.png") as overlay:
+        assert overlay.size == (64, 64)
+    model = saliency.load("shapes_rgbd")
+    loaded = saliency.Explanation.load(tmp_path / "maps" / "inputs.occlusion.depth.safetensors")
+    inputs = {"rgb": tmp_path / "scene.png", "depth": np.load(tmp_path / "depth.npy")}
+    expected = saliency.Occlusion(model).attribute(inputs, words[6])["depth"]
+    np.testing.assert_array_equal(np.asarray(loaded), np.asarray(expected))
+
+
+def test_what_needs_images_one_by_one_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--sheet"]) == 2
+    assert "one figure" in capsys.readouterr().err
+    assert main([*words[:2], *words[3:]]) == 1
+    assert "missing 1 required positional argument: 'depth'" in capsys.readouterr().err
+    assert main(["explain", "rgb=no.png", *words[2:]]) == 1
+    assert "rgb: 'no.png' cannot be read" in capsys.readouterr().err
