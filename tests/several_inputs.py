@@ -102,15 +102,16 @@ class WithState(nn.Module):
 
 
 class MultiView(nn.Module):
-    """Views (N, V, C, H, W), folded into the batch, and their maximum."""
+    """Views (N, V, C, H, W), folded into the batch case by case, or view by view; and their maximum."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_transposed: bool = False) -> None:
         super().__init__()
-        self.encoder, self.head = stream(3), nn.Linear(6, 5, bias=False)
+        self.encoder, self.head, self.is_transposed = stream(3), nn.Linear(6, 5, bias=False), is_transposed
 
     def forward(self, views: Tensor) -> Tensor:
-        pooled = self.encoder(views.flatten(0, 1)).mean((2, 3)).unflatten(0, views.shape[:2])
-        out: Tensor = self.head(pooled.amax(1))
+        folded = views.transpose(0, 1) if self.is_transposed else views
+        pooled = self.encoder(folded.flatten(0, 1)).mean((2, 3)).unflatten(0, folded.shape[:2])
+        out: Tensor = self.head(pooled.amax(0 if self.is_transposed else 1))
         return out
 
 

@@ -32,6 +32,7 @@ from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without
 from ..model.answer import Answer
 from ..model.call import (
     ForwardArgs,
+    Reading,
     arguments_of,
     bound,
     model_attribute,
@@ -506,12 +507,12 @@ class Attribution(HasOptions, ABC):
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
 
 
-def _reading(model: nn.Module, batches: Sequence[Batch]) -> frozenset[tuple[str, int]]:
+def _reading(model: nn.Module, batches: Sequence[Batch]) -> frozenset[Reading]:
     """Return the calls of layers that read one of several images, in a call of another one."""
-    reading = frozenset[tuple[str, int]]()
+    reading = frozenset[Reading]()
     for batch in batches:
         with bound(batch=batch, caches={}, other_layers=None):
-            reading |= trace_layers(model, batch.inputs).reading
+            reading |= trace_layers(model, batch.inputs[:1]).reading
     return reading
 
 

@@ -35,6 +35,10 @@ ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
 
 
+Reading = tuple[str, int, tuple[int, ...]]
+"""A layer, the number of its call, and the rows of its output that read an image; no rows stand for all."""
+
+
 class Call(NamedTuple):
     """State of one call.
 
@@ -64,7 +68,7 @@ class Call(NamedTuple):
     logits: MutableMapping[Tensor, str] | None = None
     is_tracing: bool = False
     modules: Sequence[nn.Module] = ()
-    other_layers: Callable[[], frozenset[tuple[str, int]]] | None = None
+    other_layers: Callable[[], frozenset[Reading]] | None = None
     warned: set[tuple[str, int]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:

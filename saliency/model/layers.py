@@ -21,7 +21,7 @@ from ..hooks.manager import HookManager
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..io.axes import as_text
 from ..targets.classes import output_tensor
-from .call import bind_image, cache_of, current_call, leaf, modules_of, run_model
+from .call import Reading, bind_image, cache_of, current_call, leaf, modules_of, run_model
 from .positions import Grid, PositionTrace, grid_of, is_misplaced
 
 LayerLike = str | nn.Module | list[str | nn.Module] | Mapping[Any, str | nn.Module] | None
@@ -75,6 +75,8 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     call = current_call()
     if call.caches is not None and name not in trace_layers(model, x).sources:
         raise LayerError(f'layer "{name}" does not depend on the explained image; pass a layer that does, or no layer')
+    if call.caches is not None and len(tensor) != len(x) and (rows := trace_layers(model, x).rows.get(name)):
+        return replace(layout_of(model, name, tensor[list(rows)], x), rows=rows)
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
     channels_first = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
     if not channels_first and call.layout is not None:
@@ -155,11 +157,12 @@ class LayerTrace:
     sources: Mapping[str, frozenset[str]]  # by layer that reads the image, the layers from which it is computed
     ends: frozenset[str]  # the layers after which the model only resizes or reduces their values
     calls: Mapping[str, int]  # by layer, the number of its last call that reads the image
+    rows: Mapping[str, tuple[int, ...]]  # by layer, the rows of its output that read the image; empty for all rows
 
     @property
-    def reading(self) -> frozenset[tuple[str, int]]:
-        """The calls of layers that read the image."""
-        return frozenset((name, self.calls[name]) for name in self.sources)
+    def reading(self) -> frozenset[Reading]:
+        """What reads the image: layers, with their calls and rows."""
+        return frozenset((name, self.calls[name], self.rows[name]) for name in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     with HookManager(exclusive=True), torch.enable_grad():
         if scan is None:
             with bind_image(0):
-                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x))
+                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x[:1]))
         # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
         if scan.has_gradient:
             scans[key] = scan
@@ -384,7 +387,7 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
     misplaced, unrelated = dict[str, bool](), set[str]()
-    counts, reading = Counter[str](), dict[str, int]()
+    counts, reading, rows = Counter[str](), dict[str, int](), dict[str, tuple[int, ...]]()
 
     def store(name: str, output: Tensor) -> None:
         positions = trace.positions(output)
@@ -394,9 +397,13 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         outputs.pop(name, None)  # the last call counts
         reading[name] = counts[name] - 1
         (unrelated.add if positions is None else unrelated.discard)(name)
+        rows[name] = _rows_reading(positions, len(output), len(x)) if positions is not None and output.dim() else ()
+        shape = tuple(output.shape)
+        if positions is not None and rows[name]:
+            positions, shape = positions[:, list(rows[name])], (len(x), *shape[1:])
         positions = positions if output.dim() in (3, x.dim()) else None
-        centres = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *output.shape[:-1])
-        outputs[name] = tuple(output.shape), centres, _nodes(output)
+        centres = None if positions is None else positions.nanmean(-1).expand(x.dim() - 2, *shape[:-1])
+        outputs[name] = shape, centres, _nodes(output)
         misplaced[name] = output.dim() == x.dim() and positions is not None and is_misplaced(positions, x.shape[2:])
 
     with PositionTrace(x) as trace:
@@ -409,7 +416,11 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
         name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
         for name, (shape, positions, _) in outputs.items()
     }
-    layers = tuple(SpatialLayer(name, outputs[name][0], layout) for name, layout in layouts.items() if layout)
+    layers = tuple(
+        SpatialLayer(name, outputs[name][0], replace(layout, rows=rows[name]))
+        for name, layout in layouts.items()
+        if layout
+    )
     spatial = tuple(layer for layer in layers if not (layer.layout.kind == "NCHW" and misplaced[layer.name]))
     layers = _candidates(model, layers)
     candidates = tuple(layer for layer in layers if layer in spatial)
@@ -428,7 +439,15 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     graph = reached_nodes(_nodes(final), lambda node: False)
     sources = _sources({name: nodes for name, (*_, nodes) in outputs.items()}, graph)
     feature = features[-1] if features else None
-    return LayerTrace(spatial, candidates, elsewhere, feature, attention, sources, ends, reading)
+    return LayerTrace(spatial, candidates, elsewhere, feature, attention, sources, ends, reading, rows)
+
+
+def _rows_reading(positions: Tensor, rows: int, images: int) -> tuple[int, ...]:
+    """Return the rows of an output that read the images, if it has more rows, such as views that share the batch."""
+    if rows == images or positions.shape[1:2] != (rows,):
+        return ()
+    reading = (~positions[0].flatten(1).isnan().all(1)).nonzero()[:, 0].tolist()
+    return tuple(reading) if len(reading) == images else ()
 
 
 def _sources(nodes: Mapping[str, list[Node]], graph: set[Node]) -> dict[str, frozenset[str]]:
@@ -455,7 +474,8 @@ def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
     candidates, other_layers = trace.candidates, current_call().other_layers
     if other_layers is not None:
         taken = other_layers()
-        candidates = tuple(layer for layer in candidates if (layer.name, trace.calls[layer.name]) not in taken)
+        free = (layer for layer in candidates if (layer.name, trace.calls[layer.name], layer.layout.rows) not in taken)
+        candidates = tuple(free)
         if trace.candidates and not candidates:
             warn("the images are joined before the first layer with a spatial output, so its map is of all images")
     candidates = candidates or trace.candidates
@@ -571,16 +591,19 @@ class Layout:
 
     `kind` is "NCHW" or "NHWC" (also of volumes), "NTC" (tokens), or "given", with the user's `function`; `tokens` are
     the indices of the tokens of all cells, in rows. Other tokens have no position, such as class, distillation and
-    register tokens, and prompts.
+    register tokens, and prompts. `rows` are the rows of the output that read the image, if other rows read other
+    images, such as other views that the model folds into the batch.
     """
 
     kind: str
     grid: Grid
     tokens: Sequence[int] = ()
     function: LayoutFunction | None = None
+    rows: tuple[int, ...] = ()
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the tensor as maps (N, K, h, w), or (N, K, d, h, w) of a volume."""
+        tensor = tensor[list(self.rows)] if self.rows else tensor
         if self.function is not None:
             return self.function(tensor)
         if self.kind == "NCHW":

@@ -124,6 +124,25 @@ def test_views_have_a_map_each() -> None:
         saliency.InputXGradient(model).attribute(x, 1)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_map_at_a_layer_is_of_the_rows_of_its_view(is_transposed: bool) -> None:
+    torch.manual_seed(0)
+    model, x = MultiView(is_transposed=is_transposed).double().eval(), torch.randn(2, 3, 3, 12, 16, dtype=torch.float64)
+    calls: list[Any] = []
+    with model.encoder.register_forward_hook(partial(keep, calls)):
+        score = model(x)[:, 1].sum()
+    (gradient,) = torch.autograd.grad(score, calls[0])
+    values = (gradient.mean((2, 3), keepdim=True) * calls[0]).sum(1, keepdim=True).relu().detach()
+    by_view = values.unflatten(0, (3, 2)) if is_transposed else values.unflatten(0, (2, 3)).transpose(0, 1)
+    result = saliency.GradCAM(model).attribute(Views(x), 1)
+    for view, own in result.items():
+        assert own.layer == "encoder"
+        torch.testing.assert_close(own.values.relu(), by_view[view])
+        for row in range(2):
+            alone = saliency.GradCAM(model).attribute(Views(x[row : row + 1]), 1)
+            torch.testing.assert_close(own.values[row : row + 1], alone[view].values)
+
+
 def test_photos_have_their_own_preprocessing_frames_and_baselines(tmp_path: Path) -> None:
     model, _ = case("late")
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
