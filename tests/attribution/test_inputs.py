@@ -156,6 +156,11 @@ def test_photos_have_their_own_preprocessing_frames_and_baselines(tmp_path: Path
         torch.testing.assert_close(own.values, theirs, atol=1e-6, rtol=0)
 
 
+def test_the_fields_of_one_preprocessing_are_no_mapping_of_inputs() -> None:
+    model = saliency.testing.tiny_model()
+    assert saliency.VanillaGradient(model, preprocess={"resize": 32}).preprocess == saliency.Preprocess(resize=32)
+
+
 def test_layers_by_input() -> None:
     model, inputs = case("late")
     layers: dict[str, str | nn.Module] = {"rgb": "rgb_stream.0", "depth": model.get_submodule("depth_stream")}
