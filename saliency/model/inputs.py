@@ -131,7 +131,7 @@ class ModelInputs:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
             elif isinstance(entry, Tensor | np.ndarray):
-                value = torch.from_numpy(entry) if isinstance(entry, np.ndarray) else entry.detach()
+                value = torch.as_tensor(entry).detach()
                 is_float = like is not None and value.is_floating_point()
                 self.values[name] = value.to(like) if is_float else value.to(None if like is None else like.device)
             else:

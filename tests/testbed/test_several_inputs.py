@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import testbed
-from saliency import MethodError
+from saliency.errors import MethodError
 from saliency.testbed import (
     CAMERAS,
     CLASSES,
