@@ -7,6 +7,7 @@
     python -m benchmarks.testbed objects         measure boxes, regions and joints: results/testbed_objects.md
     python -m benchmarks.testbed volumes         measure volumes: results/testbed_volumes.md
     python -m benchmarks.testbed words           measure words of captions: results/testbed_words.md
+    python -m benchmarks.testbed inputs          print the tables of docs/testbed.md on several inputs
 
 One process on each core shares the work. The values of each image are kept in build/testbed; delete this folder, or the
 rows of some methods, to measure again.
@@ -32,7 +33,7 @@ from scipy import stats
 from torch import Tensor
 
 import saliency
-from benchmarks.train_testbed import HELD_OUT, train_network, true_captions
+from benchmarks.train_testbed import HELD_OUT, camera_effects, train_network, true_captions
 from saliency import METHODS, Attribution
 from saliency.attribution.heatmap import reduced_maps
 from saliency.errors import NotApplicableError, SaliencyError
@@ -46,7 +47,18 @@ from saliency.evaluation.metrics.map_metrics import (
     RocAuc,
 )
 from saliency.methods.token_attention import AttentionMap, TokenAttention
-from saliency.testbed import CaptionProcessor, Scenes, Task, draw_scenes, draw_volumes
+from saliency.testbed import (
+    CAMERAS,
+    RGBD_TASKS,
+    CaptionProcessor,
+    RgbdTask,
+    Scenes,
+    Task,
+    draw_cameras,
+    draw_rgbd,
+    draw_scenes,
+    draw_volumes,
+)
 
 RESULTS = Path(__file__).parent / "results" / "testbed.md"
 PROGRESS = Path(__file__).parents[1] / "build" / "testbed"
@@ -826,11 +838,92 @@ def object_cell(values: list[float] | str) -> str:
     return cell(values) if margins.mean() > 2 * standard_error(margins) else f"**{cell(values)}**"
 
 
+# Several inputs -------------------------------------------------------------------------------------------------
+
+OF_INPUTS: dict[str, dict[str, Any]] = {
+    "input_x_gradient": {},
+    "integrated_gradients": {},
+    "lrp": {},
+    "attn_lrp": {},
+    "occlusion": SLOW["occlusion"],
+    "kernel_shap": {"segments": "inputs"},
+}
+
+
+def rgbd_values(method: str, task: RgbdTask, count: int = IMAGES) -> dict[str, Tensor]:
+    """Return the results of a method for scenes of `shapes_rgbd`: (N,) each.
+
+    "depth" is the share of the depth, minus the share of the colours. "map of rgb" and "map of depth" are the energy on
+    the object, minus the energy on the distractor, for inputs that show both and methods that divide an input.
+    """
+    drawn = draw_rgbd(count, seed=HELD_OUT, task=task)
+    explainer = METHODS[method](saliency.load("shapes_rgbd"), **OF_INPUTS[method])
+    result = explainer.attribute(drawn.inputs, drawn.answers.tolist())
+    shares = {name: torch.tensor(own) for name, own in result.shares.items()}
+    values = {"depth": shares["depth"] - shares["rgb"]}
+    for name, own in result.items():
+        if bool(drawn.importance[name].any()) and method != "kernel_shap":
+            maps = reduced_maps(own, None).double()[None]
+            on_object, other = (energy(maps, masks[name][:, 0])[0] for masks in (drawn.evidence, drawn.distractor))
+            values[f"map of {name}"] = on_object - other
+    return values
+
+
+def policy_values(method: str, count: int = IMAGES) -> dict[str, Tensor]:
+    """Return the results of a method for the policy and the larger coordinate of its last point: (N,) each.
+
+    "camera" is the absolute share of the camera that sees the object, minus the absolute share of the other camera.
+    "object" is the absolute sum of the values on the object, minus the largest absolute sum on another object, for
+    methods that divide an input.
+    """
+    drawn = draw_cameras(count, seed=HELD_OUT)
+    axes = drawn.answers[:, -1].abs().argmax(1).tolist()
+    explainer = METHODS[method](saliency.load("shapes_policy"), **OF_INPUTS.get(method, {}))
+    result = explainer.attribute(drawn.inputs, [saliency.value(3, axis) for axis in axes])
+    sizes = torch.stack([result.sums[name].abs() for name in CAMERAS], 1)  # (N, 2)
+    sees = torch.stack([drawn.importance[name].any(1) for name in CAMERAS], 1)
+    values = {"camera": sizes[sees] - sizes[~sees]}
+    if method != "kernel_shap":
+        maps = {name: resized_within(own.values.sum(1), own.input_size).double() for name, own in result.items()}
+        sums = torch.cat([(maps[name][:, None] * drawn.masks[name]).sum((2, 3)).abs() for name in CAMERAS], 1)
+        is_object = torch.cat([drawn.importance[name] > 0 for name in CAMERAS], 1)  # (N, 4)
+        values["object"] = sums[is_object] - sums.masked_fill(is_object, 0).amax(1)
+    return values
+
+
+def count_above_zero(values: Tensor | None) -> str:
+    """Return the number of values above 0; a dash for none."""
+    return "-" if values is None else str(int((values > 0).sum()))
+
+
+def print_inputs_tables() -> None:
+    """Print how often `shapes_rgbd` and `shapes_policy` have the right map, of 50 scenes."""
+    maps: list[tuple[RgbdTask, str]] = [("colour", "rgb"), ("depth", "depth"), ("both", "rgb"), ("both", "depth")]
+    heads = ["colour: share", "depth: share", "both: maps", *(f"{task}: map of {name}" for task, name in maps)]
+    print(f"| method | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    for method in OF_INPUTS:
+        of_task = {task: rgbd_values(method, task) for task in RGBD_TASKS}
+        cells = [count_above_zero(-of_task["colour"]["depth"]), count_above_zero(of_task["depth"]["depth"])]
+        margins = [of_task[task].get(f"map of {name}") for task, name in maps]
+        both = None if margins[2] is None or margins[3] is None else torch.minimum(margins[2], margins[3])
+        cells += [count_above_zero(both), *("-" if own is None else cell(own.tolist()) for own in margins)]
+        print(f"| {label(method)} | {' | '.join(cells)} |", flush=True)
+    print("\n| method | camera | object |\n|---|---|---|")
+    for method in (*OF_INPUTS, "layer_cam", "attention_rollout"):
+        values = policy_values(method)
+        print(f"| {label(method)} | {' | '.join(count_above_zero(values.get(key)) for key in ('camera', 'object'))} |")
+    moves = ", ".join(f"{float(own.mean()):.1f}" for own in camera_effects())
+    print(f"\nPixels by which the motion changes without a camera: {moves}")
+
+
 def main(parts_of_names: list[str]) -> None:
     """Measure all cases and write the report, or only measure those with a part of the name."""
     prepare_process()
     if parts_of_names[:1] == ["distractor"]:
         print_distractor_table(parts_of_names[1:] or compared())
+        return
+    if parts_of_names == ["inputs"]:
+        print_inputs_tables()
         return
     if parts_of_names == ["gamma"]:
         print_gamma_table()

@@ -552,6 +552,23 @@ def motion_errors(scenes: int = 1000) -> Tensor:
     return distances
 
 
+@torch.no_grad()
+def camera_effects(scenes: int = 200) -> tuple[Tensor, Tensor, Tensor]:
+    """Return by how many pixels the end of the motion of `shapes_policy` moves when a camera shows a grey image: (N,).
+
+    The cameras are the one that sees the object; the other one; and the other one while the first is grey, too.
+    """
+    drawn, model = draw_cameras(scenes, seed=HELD_OUT), saliency.load("shapes_policy")
+    inputs = observation(drawn)
+    grey = {name: torch.zeros_like(inputs[name]) for name in CAMERAS}
+    sees = torch.stack([drawn.importance[name].any(1) for name in CAMERAS], 1)
+    single = torch.stack([model(inputs | {name: own})[:, -1] for name, own in grey.items()], 1)  # (N, 2, 2)
+    ends = model(inputs)[:, -1], single[sees], single[~sees], model(inputs | grey)[:, -1]
+    moves = [ends[1] - ends[0], ends[2] - ends[0], ends[3] - ends[1]]
+    first, second, third = (torch.linalg.vector_norm(move, dim=1) * SIZE / 2 for move in moves)
+    return first, second, third
+
+
 def quality(name: str, task: Task, images: int = 1000) -> str:
     if name == "shapes_keypoints":
         return f"{100 * (keypoint_errors(name, images) < 4).float().mean():.1f} % within 4 pixels"

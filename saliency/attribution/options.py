@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from inspect import Parameter, Signature, getattr_static
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..aliases import option_hint
 from ..errors import MethodError
+from ..io.preprocess import Preprocess
 
 Chunk = int | Literal["auto"]
 Stopped = Literal["complete", "passes", "seconds", "tolerance"]
@@ -48,7 +49,9 @@ def of_input(value: Any, name: Any, default: Any = None) -> Any:
 
 def is_per_input(value: object) -> bool:
     """Return whether an option is a mapping of inputs, and not the configuration of one preprocessing."""
-    return isinstance(value, Mapping) and not any(isinstance(own, tuple | list) for own in value.values())
+    if not isinstance(value, Mapping) or any(isinstance(own, tuple | list) for own in value.values()):
+        return False
+    return not value.keys() <= {option.name for option in fields(Preprocess)}
 
 
 class ConvertedOption(Generic[_Given, _Stored]):

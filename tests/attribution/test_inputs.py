@@ -72,6 +72,15 @@ def test_the_default_layer_descends_from_its_image_and_no_other() -> None:
     assert layers == ["rgb_stream", "depth_stream"]
 
 
+def test_excitation_is_read_at_the_layer_of_each_image() -> None:
+    model, inputs = case("late")
+    with pytest.warns(SaliencyWarning, match="or takes other paths"):  # the streams of other images
+        result = saliency.ExcitationBackprop(model).attribute(inputs, 1)
+    assert [str(own.layer).partition(".")[0] for own in result.values()] == ["rgb_stream", "depth_stream"]
+    total = torch.stack([*result.sums.values()]).sum(0)
+    assert ((total > 0.5) & (total < 1 + 1e-9)).all()
+
+
 def test_after_early_fusion_there_is_one_map_of_all_images_and_a_warning_says_so() -> None:
     model, inputs = case("early")
     with pytest.warns(SaliencyWarning, match="joined before the first layer"):
@@ -165,6 +174,11 @@ def test_photos_have_their_own_preprocessing_frames_and_baselines(tmp_path: Path
     expected = captum.IntegratedGradients(model).attribute(x, reference, target=1, n_steps=3)
     for own, theirs in zip(result.values(), expected, strict=True):
         torch.testing.assert_close(own.values, theirs, atol=1e-6, rtol=0)
+
+
+def test_the_fields_of_one_preprocessing_are_no_mapping_of_inputs() -> None:
+    model = saliency.testing.tiny_model()
+    assert saliency.VanillaGradient(model, preprocess={"resize": 32}).preprocess == saliency.Preprocess(resize=32)
 
 
 def test_layers_by_input() -> None:

@@ -10,6 +10,7 @@ import saliency
 from benchmarks.train_testbed import (
     SCHEDULES,
     accuracy,
+    camera_effects,
     caption_accuracy,
     circle_shares,
     detection_scores,
@@ -77,6 +78,12 @@ def test_the_network_of_colours_and_depth_finds_the_class_in_the_inputs_that_sho
 
 def test_the_policy_moves_to_the_object_of_the_instruction() -> None:
     assert (motion_errors(scenes=64) < 4).float().mean() >= 0.97
+
+
+def test_the_motion_follows_from_the_camera_that_sees_the_object() -> None:
+    first, second, _ = camera_effects(scenes=32)
+    assert first.mean() > 15
+    assert second.mean() < 1
 
 
 def test_networks_of_several_inputs_have_a_preprocessing_for_each_image() -> None:

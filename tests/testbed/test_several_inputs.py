@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import testbed
 from saliency.errors import MethodError
 from saliency.testbed import (
     CAMERAS,
@@ -21,6 +22,26 @@ from saliency.testbed import (
 )
 
 SEEN = draw_cameras(200, seed=3)
+# The fewest of 50 scenes with the right input for the colours and the depth, and with the object in both inputs.
+RIGHT = {
+    "input_x_gradient": (45, 38, 48),  # the depth of the background has a part of the score of the network
+    "integrated_gradients": (50, 50, 48),
+    "lrp": (50, 50, 50),
+    "attn_lrp": (45, 48, 48),
+    "occlusion": (50, 50, 45),
+    "kernel_shap": (50, 50, 0),
+}
+# The fewest of 50 scenes with the camera that sees the object, and with the object.
+SEES = {
+    "input_x_gradient": (48, 47),
+    "integrated_gradients": (44, 44),
+    "lrp": (47, 45),
+    "attn_lrp": (47, 45),
+    "occlusion": (46, 42),
+    "kernel_shap": (43, 0),
+    "layer_cam": (48, 48),
+    "attention_rollout": (48, 0),
+}
 
 
 def depth_of(scenes: InputScenes, mask: torch.Tensor) -> torch.Tensor:
@@ -103,3 +124,45 @@ def test_an_unknown_task_and_a_count_of_no_scenes_are_errors() -> None:
     for draw in (draw_rgbd, draw_cameras):
         with pytest.raises(MethodError, match="count=0 is not a whole number of at least 1"):
             draw(0)
+
+
+def right(values: torch.Tensor) -> int:
+    return int((values > 0).sum())
+
+
+def check_rgbd(method: str, scenes: int, fewest: tuple[float, ...]) -> None:
+    of_task = {task: testbed.rgbd_values(method, task, scenes) for task in RGBD_TASKS}
+    assert right(-of_task["colour"]["depth"]) >= fewest[0]
+    assert right(of_task["depth"]["depth"]) >= fewest[1]
+    maps = [own for values in of_task.values() for name, own in values.items() if name != "depth"]
+    assert len(maps) == (0 if method == "kernel_shap" else 4)
+    for margins in maps:
+        assert margins.mean() > 2 * testbed.standard_error(margins)
+    if maps:
+        assert right(torch.minimum(*maps[2:])) >= fewest[2]
+
+
+@pytest.mark.parametrize("method", ["input_x_gradient", "lrp", "kernel_shap"])
+def test_the_input_that_shows_the_class_has_the_larger_share_and_the_map_lies_on_the_object(method: str) -> None:
+    check_rgbd(method, 12, (10, 9, 11))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", RIGHT)
+def test_shares_and_maps_are_right_as_often_as_the_documentation_says(method: str) -> None:
+    check_rgbd(method, 50, RIGHT[method])
+
+
+@pytest.mark.parametrize("method", ["input_x_gradient", "lrp", "layer_cam", "attention_rollout"])
+def test_the_camera_that_sees_the_object_has_the_larger_share(method: str) -> None:
+    values = testbed.policy_values(method, 12)
+    assert right(values["camera"]) >= 11
+    assert right(values["object"]) >= (0 if method == "attention_rollout" else 11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SEES)
+def test_cameras_and_objects_are_right_as_often_as_the_documentation_says(method: str) -> None:
+    values = testbed.policy_values(method)
+    for own, fewest in zip(values.values(), SEES[method], strict=False):
+        assert right(own) >= fewest
