@@ -270,7 +270,8 @@ class Attribution(HasOptions, ABC):
         if unknown:
             refuse_keywords(unknown, self.attribute, self)
         if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, len(forward_args)):
-            return self._explain_inputs(ModelInputs(self.model, inputs, self._prepare), target, forward_args, explain)
+            several = ModelInputs(self.model, inputs, lambda name: self._of_input(name).preprocess)
+            return self._explain_inputs(several, target, forward_args, explain)
         batch = self.read(inputs)
         with self.call(batch, [target], forward_args):
             return self.explain_batch(batch, [target])[0]
@@ -330,10 +331,6 @@ class Attribution(HasOptions, ABC):
         results = self.explain_targets(batch.inputs, asked)
         return [self.explanation(result, questions, batch) for result, questions in zip(results, asked, strict=True)]
 
-    def _prepare(self, name: Key) -> Prepare:
-        """Return the preprocessing of one of several inputs."""
-        return self._of_input(name).preprocess
-
     def _of_input(self, name: Key) -> Self:
         """Return the method with the options of one of several inputs."""
         options = {option: own for option, own in vars(self).items() if isinstance(own, PerInput | Attribution)}
@@ -362,7 +359,7 @@ class Attribution(HasOptions, ABC):
             raise MethodError(
                 f"explain={unknown}: no image input of that name; there are {', '.join(map(str, inputs.frames))}"
             )
-        if self.explains_together():
+        if self.explains_together() and not any(isinstance(name, tuple) for name in names):
             return self._explain_joined(inputs, target, forward_args, names)
         explanations = {}
         for name in names:

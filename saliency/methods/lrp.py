@@ -512,10 +512,6 @@ class ExcitationBackprop(RelevancePropagation):
 
     contrastive: Option[bool] = Option(False, check_flag)
 
-    def explains_together(self) -> bool:
-        """Return False, since relevance is read at a layer of each input."""
-        return False
-
     def read_layer(self, x: Tensor, target: Questions) -> str | None:
         """Return the given layer, or the last one of the second-lowest resolution."""
         if self.layer is not None:

@@ -277,6 +277,8 @@ def test_a_group_of_images_is_hidden_at_the_same_places() -> None:
     assert list(result) == [("rgb", "depth"), "rgb"]
     expected = saliency.Occlusion(Joined()).attribute(joined, 1)
     torch.testing.assert_close(result["rgb", "depth"].values, expected.values)
+    gradient = saliency.InputXGradient(model).attribute(inputs, 1, explain=[("rgb", "depth")])["rgb", "depth"]
+    torch.testing.assert_close(gradient.values, saliency.InputXGradient(Joined()).attribute(joined, 1).values)
     other, sizes = case("late")
     with pytest.raises(ImageError, match="rgb 16x20, depth 12x16"):
         saliency.Occlusion(other).attribute(sizes, 1, explain=[("rgb", "depth")])
