@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Two eyes
 #
-# **Which input drove the prediction, and where in it?** Some networks read colours and depth, two scans, or the cameras
-# of a robot. `attribute` takes all inputs by their names, and returns a map and a share of the score for each. This page
-# explains two small networks on drawn scenes, so the right answer can be checked.
+# **Which input drove the prediction, and where in it?** Some networks read colours and depth, two scans, or the
+# cameras of a robot. `attribute` takes all inputs by their names, and returns a map and a share of the score for each.
+# This page explains two small networks on drawn scenes, so the right answer can be checked.
 #
 # ## Colours and depth
 #
@@ -76,8 +76,8 @@ saliency.figure(both, title="the drop of the score when a place is hidden in bot
 # %% [markdown]
 # ## The cameras of a robot
 #
-# The policy `shapes_policy` takes one mapping, as those of LeRobot: two cameras, and an instruction such as "move to the
-# red circle". It returns a motion of four points. Only one camera sees the object of the instruction.
+# The policy `shapes_policy` takes one mapping, as those of LeRobot: two cameras, and an instruction such as "move to
+# the red circle". It returns a motion of four points. Only one camera sees the object of the instruction.
 
 # %%
 seen = saliency.testbed.draw_cameras(1, seed=1_000_001)

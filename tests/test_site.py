@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -73,7 +74,7 @@ def test_the_limits_and_the_findings_of_a_method_are_on_its_page(pages: dict[str
 def test_every_public_name_is_in_the_reference(pages: dict[str, str]) -> None:
     own = {cls.__name__ for cls in methods.classes()}
     named = {name for name in dir(saliency) if not name.startswith("_")} - own
-    modules = {name for name in named if type(getattr(saliency, name)).__name__ == "module"}
+    modules = {name for name in named if isinstance(getattr(saliency, name), ModuleType)}
     text = "\n".join(text for path, text in pages.items() if path.startswith("reference/"))
     missing = [name for name in named - modules if f"{{ #{reference.anchor(name)} }}" not in text]
     assert not missing

@@ -370,7 +370,7 @@ def test_among_all_methods_one_that_does_not_apply_is_no_failure(
 ) -> None:
     # Each of them is run by `all` above; here it matters that one of them does not apply.
     chosen = {name: METHODS[name] for name in ("grad_cam", "guided_backprop", "vanilla_gradient")}
-    monkeypatch.setattr("saliency.cli.commands.METHODS", chosen)
+    monkeypatch.setattr("saliency.methods.METHODS", chosen)  # which "all" reads
     answer = explain(run, tmp_path, COFFEE, "-m", "all", *SILU, "--quiet")
     assert (answer.code, answer.out, answer.err) == (0, "", "")
     assert names(tmp_path) == ["coffee.grad_cam.png", "coffee.vanilla_gradient.png"]
