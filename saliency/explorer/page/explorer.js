@@ -39,6 +39,15 @@ function createSelect(label, change) {
 
 const option = (value, label) => make("option", { value }, label);
 
+/** Create options of layers, grouped by block: the first part of their names, with the number that follows it. */
+function layerOptions(names) {
+  const groups = Map.groupBy(names, (name) => name.match(/^[^.]+(\.\d+)?/)[0]);
+  return [...groups].flatMap(([label, group]) => {
+    const options = group.map((name) => option(name, name));
+    return group.length > 1 ? make("optgroup", { label }, options) : options;
+  });
+}
+
 /** Create a dialog with a title and a button that closes it. */
 function createDialog() {
   const title = make("h2", {});
@@ -132,7 +141,7 @@ async function mount(root, host, transport) {
   const grouped = () => [group("One or a few passes", false), group("Many passes: a first map, then refined", true)];
   method.select.append(...grouped());
   second.select.append(option("", "nothing"), ...grouped());
-  layer.select.append(option("", `the default${about.layer ? ` (${about.layer})` : ""}`), ...about.layers.map((name) => option(name, name)));
+  layer.select.append(option("", `the default${about.layer ? ` (${about.layer})` : ""}`), ...layerOptions(about.layers));
 
   const percentText = (value) => `${value}%`;
   const percentileText = (value) => (value > 100 ? "auto" : value === 100 ? "maximum" : percentText(value));
