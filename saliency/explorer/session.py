@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from .._version import __version__
@@ -40,6 +41,7 @@ from ..errors import (
     LayerError,
     MethodError,
     ModelError,
+    NotApplicableError,
     NotFoundError,
     RenderError,
     SaliencyError,
@@ -179,6 +181,7 @@ class Session:
             self._scan = scan_layers(self.model, batch.inputs)
             output = run_model(self.model, batch.inputs)
             self.asks = self._questions(output, batch)
+        self._inapplicable = self._without_attention(noise)
         if not self.asks:
             raise ModelError("the explorer finds no classes, boxes, regions or embeddings in the model's output")
 
@@ -187,6 +190,20 @@ class Session:
         method = self._default
         with prepared_for_attribution(self.model, layout=method.layout), torch.no_grad():
             yield
+
+    def _without_attention(self, image: NDArray[np.uint8]) -> dict[str, str]:
+        """Return the methods that need attention which the model lacks, with the reason."""
+        reasons = {}
+        for name, cls in METHODS.items():
+            if cls.needs.attention and not issubclass(cls, MultiPassAttribution):
+                try:
+                    with warnings.catch_warnings(action="ignore"):
+                        create_method(cls, replace(self._options, layer=None), self.model).attribute(image)
+                except NotApplicableError as error:
+                    reasons[name] = str(error)
+                except USER_CODE_ERRORS:  # shown when the method is chosen
+                    pass
+        return reasons
 
     def _questions(self, output: Any, batch: Batch) -> list[str]:
         """Return the kinds of targets that the model's output has."""
@@ -217,6 +234,7 @@ class Session:
                 "cost": cls.cost,
                 "many_passes": issubclass(cls, MultiPassAttribution),
                 "reads_layer": reads_layer(cls),
+                "inapplicable": self._inapplicable.get(name),
             }
             for name, cls in METHODS.items()
         ]

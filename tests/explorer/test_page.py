@@ -238,6 +238,14 @@ def test_values_below_the_threshold_are_transparent(page: Page) -> None:
 
 
 @pytest.mark.slow
+def test_methods_that_do_not_apply_are_marked_before_they_are_chosen(page: Page) -> None:
+    group = page.locator("label", has_text=re.compile("^Method")).locator("optgroup[label^='Does not apply']")
+    assert "AttentionRollout" in group.inner_text()
+    assert "GradCAM" not in group.inner_text().split()
+    assert "no attention" in str(group.locator("option").first.get_attribute("title"))
+
+
+@pytest.mark.slow
 def test_the_layers_are_grouped_by_block(page: Page) -> None:
     groups = page.locator("label", has_text=re.compile("^Layer")).locator("optgroup")
     labels = groups.evaluate_all("groups => groups.map(each => each.label)")

@@ -117,6 +117,15 @@ def test_the_page_learns_all_methods_classes_and_layers() -> None:
     assert Session(NetworkOptions(model=Tiny())).about()["images"] == [{"index": 0, "name": "sample.jpg"}]
 
 
+def test_methods_that_need_attention_are_marked_for_a_model_without_attention() -> None:
+    marked = {one["name"]: one["inapplicable"] for one in tiny().about()["methods"] if one["inapplicable"]}
+    assert {"attention_rollout", "chefer_attention", "le_grad"} <= set(marked)
+    assert "no attention that can be read" in marked["attention_rollout"]
+    assert "grad_cam" not in marked
+    with_attention = Session(NetworkOptions(model="shapes_vit")).about()["methods"]
+    assert not [one["name"] for one in with_attention if one["inapplicable"]]
+
+
 # Images.
 
 
