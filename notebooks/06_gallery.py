@@ -138,6 +138,6 @@ draw([coffee], thumb=140)
 #
 # The same on the command line, with one file per photo and method:
 #
-# ```console
-# $ saliency explain assets --method all --set passes=140 --sheet --out out
+# ```bash
+# saliency explain assets --method all --set passes=140 --sheet --out out
 # ```

@@ -13,6 +13,7 @@ from PIL import Image
 
 import saliency
 from benchmarks.methods_table import PAGE, with_table
+from docs.site.markdown import URLS
 from docs.site.methods import families
 from saliency import LRP, Attribution
 from saliency.attribution.base import summary
@@ -46,6 +47,7 @@ def test_the_code_of_a_page_runs_in_order_and_gives_what_its_comments_say(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "assets").symlink_to(ROOT / "assets")
+    (tmp_path / "out").mkdir()  # by `make demo`
     monkeypatch.chdir(tmp_path)
     stand_in(monkeypatch)
     session: dict[str, object] = {}
@@ -60,9 +62,10 @@ def test_the_code_of_a_page_runs_in_order_and_gives_what_its_comments_say(
 
 def test_the_first_lines_of_the_readme_draw_the_photo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "assets").symlink_to(ROOT / "assets")
+    (tmp_path / "out").mkdir()  # by `make demo`
     monkeypatch.chdir(tmp_path)
     exec(blocks(README)[0], {})  # noqa: S102
-    with Image.open(tmp_path / "espresso.png") as drawn, Image.open(ROOT / "assets/coffee.jpg") as photo:
+    with Image.open(tmp_path / "out" / "espresso.png") as drawn, Image.open(ROOT / "assets/coffee.jpg") as photo:
         assert drawn.size == photo.size
 
 
@@ -133,12 +136,35 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {ROOT / link for link in links} == set(PAGES) - {README}
 
 
-def test_the_two_commands_are_targets_of_the_makefile() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"^\$ make (\w+)", README.read_text(), re.MULTILINE)
-    assert targets
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def test_the_readme_begins_with_the_clone_the_demo_and_the_lines_that_draw_the_picture() -> None:
+    first, second = re.findall(r"^```(\w+\n.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)[:2]
+    assert first.startswith(f"bash\ngit clone {URLS['Repository']} && cd saliency\nmake demo ")
+    assert re.search("^demo:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert second.startswith("python\nimport saliency\n")
+    assert README.read_text().index("```python") < README.read_text().index("](assets/readme/") < 1200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_lines_to_copy_have_no_prompt(page: Path) -> None:
+    code = re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert not [line for block in code for line in block.splitlines() if line.startswith("$ ")]
+
+
+def test_the_examples_of_the_readme_write_into_one_folder_that_git_ignores() -> None:
+    text = README.read_text()
+    written = re.findall(r'\.save\("([^"]+)"\)|--out (\S+)', text)
+    assert len(written) >= 3
+    assert {Path(file or folder).parts[0] for file, folder in written} == {"out"}
+    assert "out/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_the_recipes_and_the_page_on_batch_jobs_write_into_different_folders() -> None:
+    recipes, batch = (
+        set(re.findall(r'batch\("\w+", "(\w+)"|--out (\w+)', (ROOT / "docs" / name).read_text()))
+        for name in ("recipes.md", "batch.md")
+    )
+    assert recipes
+    assert not recipes & batch
 
 
 def methods_of_the_page() -> dict[str, type[Attribution]]:

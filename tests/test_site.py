@@ -246,6 +246,27 @@ def test_the_site_opens_from_files_without_an_error_and_without_a_request_elsewh
 
 @built
 @pytest.mark.slow
+@pytest.mark.parametrize("page", ["index", "methods/grad_cam"])
+def test_the_header_of_a_page_has_a_link_to_the_repository(page: str, browser: Browser) -> None:
+    with visit(browser) as window:
+        window.page.goto((HTML / f"{page}.html").as_uri())
+        link = window.page.locator("header").get_by_role("link", name="GitHub")
+        assert link.is_visible()
+        assert link.get_attribute("href") == URLS["Repository"]
+
+
+def test_the_page_of_all_methods_has_a_picture_without_a_drawn_gallery(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(methods, "PICTURES", tmp_path / "gallery")
+    page = methods.gallery_page()
+    assert page.startswith("# All methods\n")
+    (picture,) = re.findall(r"!\[.*\]\((.*)\)", page)
+    assert (ROOT / "docs" / picture).exists()
+
+
+@built
+@pytest.mark.slow
 def test_search_works_on_files(browser: Browser) -> None:
     with visit(browser) as window:
         for word, title in WORDS.items():
@@ -269,8 +290,8 @@ def test_the_navigation_has_the_pages_in_the_order_of_reading(pages: dict[str, s
     assert order[:8] == [
         "Start in five minutes",
         "By task",
-        "Gallery",
-        "Methods",
+        "All methods",
+        "Choosing a method",
         "Reference",
         "Notebooks",
         "Metrics",

@@ -33,10 +33,13 @@ def main(out: Path = OUT) -> dict[str, str]:
     shutil.copytree(ROOT / "assets", folder / "assets", ignore=shutil.ignore_patterns("*.md"))
     for name in ("iframe-worker.js", "site.css"):
         shutil.copy(Path(__file__).with_name(name), folder / "assets")
+    shutil.copytree(Path(__file__).with_name("overrides"), out / "overrides")
     if PICTURES.exists():
         shutil.copytree(PICTURES, folder / "gallery", ignore=shutil.ignore_patterns("*.txt"))
-    own = {"docs_dir": "pages", "site_dir": "html", "nav": navigation, "site_url": URLS["Documentation"]}
+    addresses = {"site_url": URLS["Documentation"], "repo_url": URLS["Repository"]}
+    own = {"docs_dir": "pages", "site_dir": "html", "nav": navigation, **addresses}
     configuration = yaml.safe_load(CONFIGURATION.read_text()) | own
+    configuration["theme"]["custom_dir"] = "overrides"
     (out / "mkdocs.yml").write_text(json.dumps(configuration, indent=1))  # JSON is YAML
     return pages
 

@@ -107,10 +107,11 @@ def formula(cls: type[Attribution]) -> str:
 def gallery_page() -> str:
     """Return the page that shows all methods by family, each on a card with its picture."""
     parts = [
-        "# Gallery",
+        "# All methods",
         "Each method has a page: its formula, what it computes, when to use it and when not, its cost, its options and "
         "its source. All formulas use the same [symbols](#symbols). "
         "Start with [choosing a method](../choosing-a-method.md).",
+        "![Five photos, explained on EfficientNet-Lite0 by five methods](../assets/readme/sheet.jpg)",
     ]
     for family, members in families().items():
         parts += [f"## {family[0].upper()}{family[1:]}", '<div class="grid cards" markdown>']

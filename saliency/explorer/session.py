@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import secrets
 import threading
 import warnings
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from .._version import __version__
@@ -39,6 +41,7 @@ from ..errors import (
     LayerError,
     MethodError,
     ModelError,
+    NotApplicableError,
     NotFoundError,
     RenderError,
     SaliencyError,
@@ -82,6 +85,7 @@ PAUSE = 1.0  # seconds until the first map of the passes so far, and between two
 FIGURE_DPI = 200
 SECONDS = 15.0  # for a trust card
 STYLE = {"opacity", "percentile", "threshold"}
+_HIDDEN = re.compile(r"\b(?:drop|act)(?:\d|_\w+)?$")  # layers inside those of timm that nobody chooses
 
 
 class StoppedQuestion(SaliencyError):  # noqa: N818 - nothing failed
@@ -177,6 +181,7 @@ class Session:
             self._scan = scan_layers(self.model, batch.inputs)
             output = run_model(self.model, batch.inputs)
             self.asks = self._questions(output, batch)
+        self._inapplicable = self._without_attention(noise)
         if not self.asks:
             raise ModelError("the explorer finds no classes, boxes, regions or embeddings in the model's output")
 
@@ -185,6 +190,20 @@ class Session:
         method = self._default
         with prepared_for_attribution(self.model, layout=method.layout), torch.no_grad():
             yield
+
+    def _without_attention(self, image: NDArray[np.uint8]) -> dict[str, str]:
+        """Return the methods that need attention which the model lacks, with the reason."""
+        reasons = {}
+        for name, cls in METHODS.items():
+            if cls.needs.attention and not issubclass(cls, MultiPassAttribution):
+                try:
+                    with warnings.catch_warnings(action="ignore"):
+                        create_method(cls, replace(self._options, layer=None), self.model).attribute(image)
+                except NotApplicableError as error:
+                    reasons[name] = str(error)
+                except USER_CODE_ERRORS:  # shown when the method is chosen
+                    pass
+        return reasons
 
     def _questions(self, output: Any, batch: Batch) -> list[str]:
         """Return the kinds of targets that the model's output has."""
@@ -215,6 +234,7 @@ class Session:
                 "cost": cls.cost,
                 "many_passes": issubclass(cls, MultiPassAttribution),
                 "reads_layer": reads_layer(cls),
+                "inapplicable": self._inapplicable.get(name),
             }
             for name, cls in METHODS.items()
         ]
@@ -223,7 +243,7 @@ class Session:
             "version": __version__,
             "methods": methods,
             "method": self._default.name,
-            "layers": [layer.name for layer in self._scan.spatial],
+            "layers": [layer.name for layer in self._scan.spatial if not _HIDDEN.search(layer.name)],
             "layer": self._scan.default if self._options.layer is None else self._options.layer,
             "classes": None if names is None else list(names),
             "asks": list(self.asks),
@@ -293,18 +313,19 @@ class Session:
         """Return the top classes, the boxes and the regions of one image."""
         output = run_model(self.model, batch.inputs)
         return {
-            "top": self._top(output, batch) if "class" in self.asks else [],
+            **(self._top(output, batch) if "class" in self.asks else {"top": []}),
             "boxes": self._detections(output, batch) if "box" in self.asks else [],
             **(self._regions(output, batch) if "region" in self.asks else {"regions": []}),
         }
 
-    def _top(self, output: Any, batch: Batch) -> list[PageAnswer]:
+    def _top(self, output: Any, batch: Batch) -> PageAnswer:
+        """Return the top classes, and the probabilities of all classes; None if they have none, or are two."""
         images = self._default.images(batch.inputs, batch.frames)
         score, scores = ClassTarget((None,)).find(output, images), class_scores(output)[0]
         best = score.classes[0]
         order = [best, 1 - best] if score.is_binary else scores.topk(min(TOP, len(scores))).indices.tolist()
         probabilities = [score.link and replace(score, classes=(index,)).probability(output) for index in order]
-        return [
+        top = [
             {
                 "target": index,
                 "name": class_name(index, self._default.categories),
@@ -312,6 +333,10 @@ class Session:
             }
             for index, probability in zip(order, probabilities, strict=True)
         ]
+        scores = scores.float()
+        links = {"softmax": lambda: scores.softmax(0), "sigmoid": scores.sigmoid, "identity": lambda: scores}
+        of_all = None if score.link is None or score.is_binary else links[score.link]().tolist()
+        return {"top": top, "probabilities": of_all}
 
     def _detections(self, output: Any, batch: Batch) -> list[PageAnswer]:
         target, images = cast("BoxTarget", box()), self._default.images(batch.inputs, batch.frames)

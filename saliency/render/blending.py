@@ -183,6 +183,17 @@ def paint(
     return drawing
 
 
+def paint_layer(frame: Frame, *style: Any) -> Image.Image:
+    """Return what `paint` draws on an image, without the image: RGBA, from its results on black and on white."""
+    black, white = (
+        np.asarray(paint(Frame(Image.new("RGB", frame.image.size, tone), frame.box), *style), np.float32)
+        for tone in ("black", "white")
+    )
+    alpha = 255 - (white - black).mean(axis=2, keepdims=True)
+    colors = np.minimum(255, black * 255 / np.maximum(alpha, 1))
+    return as_drawing(Image.fromarray(np.concatenate([colors, alpha], axis=2).round().astype(np.uint8)))
+
+
 def colorize(values: Plane, scaled: ScaledMap, colormap: str | None) -> Image.Image:
     """Return the colours of resized values of a scaled map, in RGB."""
     colors = Image.fromarray(table_entries(values, scaled.sign))

@@ -103,6 +103,7 @@ def draw_maps(
     smoothing: float = SMOOTHING,
     shared: bool = False,
     label: str | None = None,
+    parse_math: bool = False,
 ) -> Figure:
     """Draw each image once, then its maps side by side, each with a colour bar; see `results.figure`."""
     if columns is not None:
@@ -127,11 +128,12 @@ def draw_maps(
             panels.append(Panel(paint(frame, scaled, colormap, opacity), names, scaled, label or explanation.units))
         groups.append(panels)
     rows, width = _in_rows(groups, columns)
-    drawing, grid = draw_panels(rows, width, HEAD_AND_BAR, title or "")
+    drawing, grid = draw_panels(rows, width, HEAD_AND_BAR, title or "", parse_math=parse_math)
     for axes, panel in zip(chain.from_iterable(grid), chain.from_iterable(rows), strict=True):
         if panel.scaled is not None:
             below = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
-            add_bar(drawing, panel.scaled, colormap, panel.units, cax=below, orientation="horizontal")
+            where = {"cax": below, "orientation": "horizontal"}
+            add_bar(drawing, panel.scaled, colormap, panel.units, parse_math=parse_math, **where)
     return drawing
 
 
@@ -333,7 +335,12 @@ def _in_rows(groups: Sequence[Sequence[Panel]], columns: int | None) -> tuple[li
 
 
 def draw_panels(
-    rows: Sequence[Sequence[Panel]], width: float, space: float = 0.0, title: str = "", below: float = 0.0
+    rows: Sequence[Sequence[Panel]],
+    width: float,
+    space: float = 0.0,
+    title: str = "",
+    below: float = 0.0,
+    parse_math: bool = False,
 ) -> tuple[Figure, list[list[Axes]]]:
     """Draw images with their titles in rows, and return the figure and the axes of each panel.
 
@@ -343,12 +350,13 @@ def draw_panels(
         space: The height of the space at each row, for titles and colour bars.
         title: A title above everything.
         below: The height of an empty second subfigure; 0 for none.
+        parse_math: Whether the title may contain formulas between dollar signs.
     """
     columns = max(map(len, rows))
     ratios = [max(panel.image.height / panel.image.width for panel in row) for row in rows]
     heights = [width * min(ratio, TALLEST) + space for ratio in ratios]
     drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title) + below, crop="tight")
-    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=False)
+    drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=parse_math)
     part = drawing.subfigures(2, 1, squeeze=False, height_ratios=(sum(heights), below))[0, 0] if below else drawing
     grid = part.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
     for axes in grid.flat:
@@ -361,7 +369,9 @@ def draw_panels(
     return drawing, filled
 
 
-def add_bar(drawing: Figure, scaled: ScaledMap, colormap: str | None, label: str, **where: Any) -> None:
+def add_bar(
+    drawing: Figure, scaled: ScaledMap, colormap: str | None, label: str, parse_math: bool = False, **where: Any
+) -> None:
     """Add the colour bar of a map; `where` is passed to `Figure.colorbar`."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -374,6 +384,6 @@ def add_bar(drawing: Figure, scaled: ScaledMap, colormap: str | None, label: str
     extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"
     bar = drawing.colorbar(scale, extend=extend, format="%.3g", ticks=MaxNLocator(3), **where)
     label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else f"\n{HATCHED}")
-    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1, parse_math=False)
+    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1, parse_math=parse_math)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)
     bar.outline.set_visible(False)

@@ -20,6 +20,7 @@ class FigureOptions(TypedDict, total=False):
     smoothing: float
     shared: bool
     label: str | None
+    parse_math: bool
     foreground: bool
     count: int
     query: Query

@@ -19,7 +19,7 @@ from ..errors import RenderError
 from ..io.atomic_write import SOFTWARE, atomic_write
 from ..io.inputs import ImageLike
 from ..validation import check_integer, check_number
-from .blending import Opacity, cut_out, frame_of, paint, require_one, shrink
+from .blending import Opacity, cut_out, frame_of, paint, paint_layer, require_one, shrink
 from .scaling import SMOOTHING, Percentile, Plane, scale_map
 
 DRAWING_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
@@ -37,6 +37,7 @@ class _Style(TypedDict, total=False):
     min_significance: float | None
     contours: Sequence[float]
     threshold: float
+    background: bool
 
 
 @overload
@@ -59,6 +60,7 @@ def overlay(
     min_significance: float | None = None,
     contours: Sequence[float] = (),
     threshold: float = 0.0,
+    background: bool = True,
 ) -> Image.Image | list[Image.Image]:
     """Draw the map in colours over the original, uncropped image: RGB, in the size of the image.
 
@@ -91,6 +93,8 @@ def overlay(
         contours: Draw lines around the regions whose magnitude exceeds these fractions of the value at full colour,
             such as (0.5, 0.8); with `opacity=0` only the lines, for print.
         threshold: Leave the image unchanged where the magnitude is below this fraction of the value at full colour.
+        background: Whether the image is drawn below the map. False gives only what is drawn on it, in RGBA, to place
+            over the image yourself: `image.convert("RGBA").alpha_composite` of it is the overlay, up to rounding.
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
@@ -106,7 +110,8 @@ def overlay(
         scaled = scale_map(explanation, sign, percentile, limit, smoothing)
         frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
         visibility = _visibility(explanation, sign, min_significance)
-        drawn.append(paint(frame, scaled, colormap, opacity, visibility, contours, threshold))
+        draw = paint if background else paint_layer
+        drawn.append(draw(frame, scaled, colormap, opacity, visibility, contours, threshold))
     return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn
 
 

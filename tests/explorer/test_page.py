@@ -193,10 +193,13 @@ def test_the_first_page_says_what_to_do_and_has_a_sample(browser: Browser, addre
 @pytest.mark.slow
 def test_a_class_is_found_by_its_name_and_set_against_another_one(page: Page) -> None:
     page.get_by_label("Search all classes").fill("siamese")
-    page.get_by_role("button", name="Siamese cat", exact=True).click()
+    found = page.locator(".choice").inner_text().split("\n")
+    assert found[0] == "Siamese cat"
+    assert re.fullmatch(r"[< \d.]+%", found[1])  # its probability
+    page.locator(".choice").click()
     settle(page)
     assert titles(page) == ["Siamese cat\nby GradCAM"]
-    assert page.locator(".choice[aria-pressed=true]").inner_text().strip() == "Siamese cat"
+    assert page.locator(".choice[aria-pressed=true]").inner_text().split("\n") == found
     page.get_by_role("button", name="Rather than tabby").click()
     settle(page)
     assert titles(page) == ["Siamese cat rather than tabby\nby GradCAM"]
@@ -232,6 +235,27 @@ def test_values_below_the_threshold_are_transparent(page: Page) -> None:
     assert opacity[opacity > 0].min() == pytest.approx(0.5, abs=0.01)
     page.get_by_role("button", name="Reset").click()
     assert drawn(page)[1].min() < 0.5
+
+
+@pytest.mark.slow
+def test_methods_that_do_not_apply_are_marked_before_they_are_chosen(page: Page) -> None:
+    group = page.locator("label", has_text=re.compile("^Method")).locator("optgroup[label^='Does not apply']")
+    assert "AttentionRollout" in group.inner_text()
+    assert "GradCAM" not in group.inner_text().split()
+    assert "no attention" in str(group.locator("option").first.get_attribute("title"))
+
+
+@pytest.mark.slow
+def test_the_layers_are_grouped_by_block(page: Page) -> None:
+    groups = page.locator("label", has_text=re.compile("^Layer")).locator("optgroup")
+    labels = groups.evaluate_all("groups => groups.map(each => each.label)")
+    assert labels == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "blocks.4", "blocks.5", "blocks.6"]
+    assert "blocks.3.1.conv_dw" in groups.nth(3).inner_text()
+
+
+def test_the_scripts_need_no_iterator_helpers() -> None:
+    text = widget_module()  # Safari has them since 18.4
+    assert not re.search(r"\.(?:keys|values|entries)\(\)\.|\.(?:take|drop)\(", text)
 
 
 @contextmanager
@@ -431,6 +455,25 @@ def test_two_maps_fit_on_a_phone(browser: Browser, address: str) -> None:
         settle(page)
         choose(page, "Compare with", "lrp")
         assert page.evaluate("document.documentElement.scrollWidth") == 375
+
+
+SMALL = """() => [...document.querySelectorAll('.explorer :is(button, select, summary, input)')]
+  .filter(each => each.checkVisibility({ visibilityProperty: true }) && !each.matches('.pick, .spot, .hidden'))
+  .map(each => [each.outerHTML.slice(0, 60), each.getBoundingClientRect()])
+  .filter(([, box]) => box.width < 44 || box.height < 44).map(([html, box]) => [html, box.width, box.height])"""
+
+
+@pytest.mark.slow
+def test_targets_of_a_phone_are_large_enough_for_fingers(browser: Browser, address: str) -> None:
+    phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+    with at(browser, address, **phone) as page:
+        assert page.evaluate(SMALL) == []
+        drop(page, CAT.read_bytes())
+        settle(page)
+        page.get_by_role("button", name="Rather than tabby").click()
+        settle(page)
+        assert page.evaluate(SMALL) == []
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 @pytest.mark.slow

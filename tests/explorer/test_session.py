@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -109,7 +110,20 @@ def test_the_page_learns_all_methods_classes_and_layers() -> None:
     assert [len(about["colors"][name]) for name in ("inferno", "bwr")] == [256, 256]
     assert about["images"] == [{"index": 0, "name": "image 0"}]
     assert not about["sample"]
+    assert not [name for name in about["layers"] if re.search("drop|act", name)]
+    efficient = Session(NetworkOptions(model="efficientnet_lite0")).about()["layers"]
+    assert {"conv_stem", "bn1", "blocks.3.1", "global_pool.pool"} <= set(efficient)
+    assert not [name for name in efficient if name.endswith((".drop", ".act", ".drop_path"))]
     assert Session(NetworkOptions(model=Tiny())).about()["images"] == [{"index": 0, "name": "sample.jpg"}]
+
+
+def test_methods_that_need_attention_are_marked_for_a_model_without_attention() -> None:
+    marked = {one["name"]: one["inapplicable"] for one in tiny().about()["methods"] if one["inapplicable"]}
+    assert {"attention_rollout", "chefer_attention", "le_grad"} <= set(marked)
+    assert "no attention that can be read" in marked["attention_rollout"]
+    assert "grad_cam" not in marked
+    with_attention = Session(NetworkOptions(model="shapes_vit")).about()["methods"]
+    assert not [one["name"] for one in with_attention if one["inapplicable"]]
 
 
 # Images.
@@ -124,6 +138,7 @@ def test_an_image_has_its_top_classes() -> None:
     assert (opened["width"], opened["height"], opened["name"]) == (40, 24, "a.png")
     assert [one["target"] for one in opened["top"]] == probabilities.argsort(descending=True).tolist()
     assert [one["probability"] for one in opened["top"]] == pytest.approx(sorted(probabilities.tolist())[::-1])
+    assert opened["probabilities"] == pytest.approx(probabilities.tolist())
     picture = Image.open(io.BytesIO(session.picture(opened["image"])))
     assert (picture.format, picture.size) == ("JPEG", (40, 24))
     assert Image.open(io.BytesIO(session.thumbnail(0))).size == (40, 24)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.patches import ConnectionPatch
+from matplotlib.text import Text
 from PIL import Image
 
 import saliency
@@ -388,3 +389,11 @@ def test_several_inputs_are_drawn_each_with_its_share_on_one_scale() -> None:
     assert len(set(bars)) == 1
     both = saliency.figure(saliency.InputXGradient(model).attribute(inputs, 1))
     assert len(both.axes) == 2 * len(drawing.axes)
+
+
+@pytest.mark.parametrize("parse_math", [False, True])
+def test_only_the_title_and_the_label_of_a_figure_may_contain_formulas(parse_math: bool) -> None:
+    explanation = explained(hot(3, 3, 1, 1), whole(noise(9, 9)), name="US$ or A$")
+    drawing = figure(explanation, title="$w_k$", label="$s^2$", parse_math=parse_math)
+    is_parsed = {text.get_text(): text.get_parse_math() for text in drawing.findobj(Text) if "$" in text.get_text()}
+    assert is_parsed == {"$w_k$": parse_math, "$s^2$": parse_math, "US$ or A$ 95.1 %": False}

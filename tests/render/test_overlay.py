@@ -313,6 +313,21 @@ def test_below_a_threshold_the_image_is_unchanged() -> None:
         overlay(explanation, threshold=1.5)
 
 
+@pytest.mark.parametrize(
+    "style", [{}, {"opacity": 0.5}, {"contours": (0.5,)}, {"threshold": 0.5, "opacity": 1}], ids=str
+)
+def test_without_its_background_an_overlay_is_a_layer_that_gives_the_overlay(style: dict[str, Any]) -> None:
+    photo = noise(120, 90)
+    values = torch.rand(1, 7, 7, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    explanation = explained(values, Frame(photo, (15.0, 0.0, 105.0, 90.0)), sign="signed")
+    layer = overlay(explanation, background=False, **style)
+    assert (layer.mode, layer.size) == ("RGBA", photo.size)
+    assert (pixels_of(layer)[:, :10] == 0).all()  # outside the crop
+    composite = Image.alpha_composite(photo.convert("RGBA"), layer).convert("RGB")
+    difference = np.abs(pixels_of(composite).astype(int) - pixels_of(overlay(explanation, **style)))
+    assert difference.max() <= 3
+
+
 def test_speckled_maps_saturate_below_their_peak_and_smooth_ones_at_it() -> None:
     values = torch.linspace(0, 1, 10000).view(1, 100, 100)
     photo = Image.new("RGB", (100, 100))

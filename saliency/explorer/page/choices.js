@@ -31,12 +31,15 @@ function createChoices(about, choose) {
   let target = null;
 
   const nameOf = (index) => about.classes?.[index] ?? `class ${index}`;
-  const rowOfClass = (index) => ({ name: nameOf(index), share: null, text: "", target: { class: index }, other: index });
+  function rowOfClass(index) {
+    const share = image?.probabilities?.[index] ?? null;
+    return { name: nameOf(index), share, text: probabilityText(share), target: { class: index }, other: index };
+  }
 
   function found() {
     const words = plainText(query.value).split(/\s+/).filter(Boolean);
-    const indices = about.classes.keys().filter((index) => words.every((word) => plainText(nameOf(index)).includes(word)));
-    return [...indices.take(MOST_FOUND)].map(rowOfClass);
+    const indices = [...about.classes.keys()].filter((index) => words.every((word) => plainText(nameOf(index)).includes(word)));
+    return indices.slice(0, MOST_FOUND).map(rowOfClass);
   }
 
   function choiceRow(choice) {

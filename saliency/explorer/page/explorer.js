@@ -39,6 +39,15 @@ function createSelect(label, change) {
 
 const option = (value, label) => make("option", { value }, label);
 
+/** Create options of layers, grouped by block: the first part of their names, with the number that follows it. */
+function layerOptions(names) {
+  const groups = Map.groupBy(names, (name) => name.match(/^[^.]+(\.\d+)?/)[0]);
+  return [...groups].flatMap(([label, group]) => {
+    const options = group.map((name) => option(name, name));
+    return group.length > 1 ? make("optgroup", { label }, options) : options;
+  });
+}
+
 /** Create a dialog with a title and a button that closes it. */
 function createDialog() {
   const title = make("h2", {});
@@ -128,11 +137,16 @@ async function mount(root, host, transport) {
   const second = createSelect("Compare with", (value) => ask({ methods: [state.methods[0], value].filter(Boolean) }));
   const layer = createSelect("Layer", (value) => ask({ layer: value || null }));
   const summary = make("p", { class: "legend" });
-  const group = (label, many) => make("optgroup", { label }, about.methods.filter((one) => one.many_passes === many).map((one) => option(one.name, one.title)));
-  const grouped = () => [group("One or a few passes", false), group("Many passes: a first map, then refined", true)];
+  const group = (label, many) => make("optgroup", { label }, about.methods.filter((one) => !one.inapplicable && one.many_passes === many).map((one) => option(one.name, one.title)));
+  const inapplicable = () => {
+    const rows = about.methods.filter((one) => one.inapplicable);
+    const choices = rows.map((one) => make("option", { value: one.name, title: one.inapplicable }, one.title));
+    return rows.length ? [make("optgroup", { label: "Does not apply to this model" }, choices)] : [];
+  };
+  const grouped = () => [group("One or a few passes", false), group("Many passes: a first map, then refined", true), ...inapplicable()];
   method.select.append(...grouped());
   second.select.append(option("", "nothing"), ...grouped());
-  layer.select.append(option("", `the default${about.layer ? ` (${about.layer})` : ""}`), ...about.layers.map((name) => option(name, name)));
+  layer.select.append(option("", `the default${about.layer ? ` (${about.layer})` : ""}`), ...layerOptions(about.layers));
 
   const percentText = (value) => `${value}%`;
   const percentileText = (value) => (value > 100 ? "auto" : value === 100 ? "maximum" : percentText(value));
