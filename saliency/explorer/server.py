@@ -154,6 +154,10 @@ class Explorer:
         index = request.path_params["index"]
         return json_response(await self._ask(request, lambda check: self.session.open(index), replaces=True))
 
+    def reopened(self, request: Request) -> Response:
+        """Return the facts of an opened image, for a page that was loaded again."""
+        return json_response(self.session.facts(request.path_params["number"]))
+
     def picture(self, request: Request) -> Response:
         """Return an opened image as JPEG."""
         return Response(self.session.picture(request.path_params["number"]), media_type="image/jpeg")
@@ -208,7 +212,8 @@ class Explorer:
             Route("/about", self.about),
             Route("/image", self.upload, methods=["POST"]),
             Route("/image/{index:int}", self.offered, methods=["POST"]),
-            Route("/image/{number}", self.picture),
+            Route("/image/{number}", self.picture, methods=["GET"]),
+            Route("/image/{number}", self.reopened, methods=["POST"]),
             Route("/thumbnail/{index:int}", self.thumbnail),
             Route("/explain", self.explain, methods=["POST"]),
             Route("/trust", self.trust, methods=["POST"]),

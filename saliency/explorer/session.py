@@ -193,7 +193,7 @@ class Session:
 
     def _without_attention(self, image: NDArray[np.uint8]) -> dict[str, str]:
         """Return the methods that need attention which the model lacks, with the reason."""
-        reasons = {}
+        reasons: dict[str, str] = {}
         for name, cls in METHODS.items():
             if cls.needs.attention and not issubclass(cls, MultiPassAttribution):
                 try:
@@ -272,10 +272,15 @@ class Session:
         with self._prepared():
             facts = self._facts(batch)
         number = secrets.token_hex(8)
-        held = self._held[number] = HeldImage(printable(name), decoded, batch, facts)
+        self._held[number] = HeldImage(printable(name), decoded, batch, facts)
         sizes = [entry.image.width * entry.image.height for entry in self._held.values()]
         while len(sizes) > 1 and (len(sizes) > HELD_IMAGES or sum(sizes) > HELD_PIXELS):
             del self._held[next(iter(self._held))], sizes[0]
+        return self.facts(number)
+
+    def facts(self, number: str) -> PageAnswer:
+        """Return the facts of an opened image. Raises UnknownImageError."""
+        held = self._find(number)
         width, height = held.frame.image.size
         return {
             "image": number,
@@ -283,7 +288,7 @@ class Session:
             "width": width,
             "height": height,
             "box": list(held.frame.box),
-            **facts,
+            **held.facts,
         }
 
     def _open_offered(self, index: int) -> tuple[str, Image.Image]:
@@ -334,8 +339,8 @@ class Session:
             for index, probability in zip(order, probabilities, strict=True)
         ]
         scores = scores.float()
-        links = {"softmax": lambda: scores.softmax(0), "sigmoid": scores.sigmoid, "identity": lambda: scores}
-        of_all = None if score.link is None or score.is_binary else links[score.link]().tolist()
+        links = {"softmax": scores.softmax(0), "sigmoid": scores.sigmoid(), "identity": scores}
+        of_all = None if score.link is None or score.is_binary else links[score.link].tolist()
         return {"top": top, "probabilities": of_all}
 
     def _detections(self, output: Any, batch: Batch) -> list[PageAnswer]:

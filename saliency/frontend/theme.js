@@ -1,10 +1,10 @@
 // Dark or light theme: the theme of the system until the user chooses one.
 
-function storedSetting(name, value) {
+function storedSetting(name, value, storage = "localStorage") {
   // Browsers may deny storage to a page opened as a file.
   try {
-    if (value !== undefined) localStorage.setItem(name, value);
-    return localStorage.getItem(name);
+    if (value !== undefined) window[storage].setItem(name, value);
+    return window[storage].getItem(name);
   } catch {
     return null;
   }

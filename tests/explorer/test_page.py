@@ -246,6 +246,22 @@ def test_methods_that_do_not_apply_are_marked_before_they_are_chosen(page: Page)
 
 
 @pytest.mark.slow
+def test_a_reload_keeps_the_photo_the_question_and_the_appearance(page: Page) -> None:
+    page.get_by_role("button", name="Rather than tabby").click()
+    choose(page, "Method", "layer_cam")
+    page.get_by_label("Heat map").fill("30")
+    page.get_by_label("Hide values below").fill("50")
+    before = titles(page)
+    assert before == ["tiger cat rather than tabby\nby LayerCAM"]
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    settle(page)
+    assert titles(page) == before
+    assert [page.get_by_label(name).input_value() for name in ("Heat map", "Hide values below")] == ["30", "50"]
+    assert page.locator("canvas.heat").first.is_visible()
+
+
+@pytest.mark.slow
 def test_the_layers_are_grouped_by_block(page: Page) -> None:
     groups = page.locator("label", has_text=re.compile("^Layer")).locator("optgroup")
     labels = groups.evaluate_all("groups => groups.map(each => each.label)")
@@ -465,7 +481,7 @@ SMALL = """() => [...document.querySelectorAll('.explorer :is(button, select, su
 
 @pytest.mark.slow
 def test_targets_of_a_phone_are_large_enough_for_fingers(browser: Browser, address: str) -> None:
-    phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+    phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
     with at(browser, address, **phone) as page:
         assert page.evaluate(SMALL) == []
         drop(page, CAT.read_bytes())

@@ -93,7 +93,12 @@ async function mount(root, host, transport) {
   }
 
   const methods = new Map(about.methods.map((method) => [method.name, method]));
-  const state = { image: null, methods: [about.method], target: null, layer: null };
+  const kept = JSON.parse(transport.state?.() ?? "{}"); // before a reload
+  const state = { image: null, methods: kept.methods ?? [about.method], target: null, layer: kept.layer ?? null };
+  function keep() {
+    const { image, methods, target, layer } = state;
+    if (image) transport.state?.(JSON.stringify({ image: image.image, methods, target, layer, heat, style }));
+  }
   const style = {};
   let heat = 0; // percent
   let running = new AbortController(); // the latest question; all others are cancelled
@@ -156,13 +161,14 @@ async function mount(root, host, transport) {
     percentile: createSlider("Full colour at", { min: 80, max: AUTO, step: 0.5 }, percentileText, (value) => restyle({ percentile: value > 100 ? "auto" : value })),
   };
   const reset = make("button", { type: "button", class: "link" }, "Reset");
-  function resetLooks() {
-    setHeat(Math.round(100 * about.opacity));
-    sliders.threshold.set(0);
-    sliders.percentile.set(AUTO);
-    restyle({ threshold: 0, percentile: "auto" });
+  function setLooks(opacity, { threshold, percentile }) {
+    setHeat(opacity);
+    sliders.threshold.set(100 * threshold);
+    sliders.percentile.set(percentile === "auto" ? AUTO : percentile);
+    restyle({ threshold, percentile });
   }
-  reset.addEventListener("click", resetLooks);
+  const DEFAULTS = [Math.round(100 * about.opacity), { threshold: 0, percentile: "auto" }];
+  reset.addEventListener("click", () => setLooks(...DEFAULTS));
   const looks = make("div", { class: "looks", role: "group", "aria-label": "Appearance" }, Object.values(sliders).map((slider) => slider.element), reset);
 
   const panels = [0, 1].map((at) => createPanel(about, { pick, act: (name) => act(at, name), chooseBox: (index) => ask({ target: { box: { index } } }) }));
@@ -224,7 +230,7 @@ async function mount(root, host, transport) {
       const { file } = await first(transport.request("picture", { image: image.image }, signal));
       if (signal.aborted) return;
       URL.revokeObjectURL(state.address);
-      Object.assign(state, { image, address: URL.createObjectURL(file), target: defaultTarget(image) });
+      Object.assign(state, { image, address: URL.createObjectURL(file), target: source.image ? kept.target : defaultTarget(image) });
       for (const panel of panels) panel.open(image, state.address);
       drop.hidden = true;
       offered.hidden = about.sample;
@@ -265,6 +271,7 @@ async function mount(root, host, transport) {
     where.select.value = Array.isArray(state.target?.where) ? "point" : (state.target?.where ?? "predicted");
     maps.replaceChildren(...state.methods.map((_, at) => panels[at].element));
     maps.classList.toggle("two", state.methods.length === 2);
+    keep();
   }
 
   async function explain() {
@@ -317,11 +324,13 @@ async function mount(root, host, transport) {
     heat = value;
     sliders.heat.set(value);
     maps.style.setProperty("--heat", value / 100);
+    keep();
   }
 
   function restyle(changes) {
     Object.assign(style, changes);
     state.methods.forEach((_, at) => panels[at].restyle(style));
+    keep();
   }
 
   // Trust cards, and files.
@@ -406,7 +415,8 @@ async function mount(root, host, transport) {
   });
 
   connectTheme(host, themeButton);
-  resetLooks();
+  setLooks(kept.heat ?? DEFAULTS[0], kept.style ?? DEFAULTS[1]);
   host.dataset.ready = "";
-  if (about.images.length && !about.sample) open({ index: about.images[0].index }, strip.querySelector("button"));
+  if (kept.image) open({ image: kept.image });
+  else if (about.images.length && !about.sample) open({ index: about.images[0].index }, strip.querySelector("button"));
 }

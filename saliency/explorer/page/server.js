@@ -13,7 +13,7 @@ class RequestError extends Error {
 function serverTransport() {
   const page = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16)).join("");
   const ADDRESSES = {
-    image: ({ file, index }) => [file ? "image" : `image/${index}`, { method: "POST", body: file ?? "", headers: { "X-Name": encodeURIComponent(file?.name ?? "") } }],
+    image: ({ file, index, image }) => [file ? "image" : `image/${image ?? index}`, { method: "POST", body: file ?? "", headers: { "X-Name": encodeURIComponent(file?.name ?? "") } }],
     picture: ({ image }) => [`image/${image}`, {}],
     thumbnail: ({ index }) => [`thumbnail/${index}`, {}],
     about: () => ["about", {}],
@@ -38,7 +38,8 @@ function serverTransport() {
     } else if (type.startsWith("application/json")) yield withArrays(await response.json());
     else yield { file: await response.blob() };
   }
-  return { request, whyItWaits: "The model is slow, or another page uses it." };
+  const state = (value) => storedSetting(`saliency-explorer ${location.pathname}`, value, "sessionStorage"); // over a reload
+  return { request, state, whyItWaits: "The model is slow, or another page uses it." };
 }
 
 /** Yield the lines of a body as they arrive. */
