@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -269,9 +269,9 @@ class Attribution(HasOptions, ABC):
         """
         if unknown:
             refuse_keywords(unknown, self.attribute, self)
-        if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, len(forward_args)):
-            several = ModelInputs(self.model, inputs, lambda name: self._of_input(name).preprocess)
-            return self._explain_inputs(several, target, forward_args, explain)
+        if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, forward_args):
+            several = ModelInputs(self.model, inputs, lambda name: self.of_input(name).preprocess)
+            return self._explain_inputs(several, target, several.named(forward_args), explain)
         batch = self.read(inputs)
         with self.call(batch, [target], forward_args):
             return self.explain_batch(batch, [target])[0]
@@ -331,15 +331,24 @@ class Attribution(HasOptions, ABC):
         results = self.explain_targets(batch.inputs, asked)
         return [self.explanation(result, questions, batch) for result, questions in zip(results, asked, strict=True)]
 
-    def _of_input(self, name: Key) -> Self:
-        """Return the method with the options of one of several inputs."""
+    def of_input(self, name: Key) -> Self:
+        """Return the method with its options for one of several inputs."""
         options = {option: own for option, own in vars(self).items() if isinstance(own, PerInput | Attribution)}
         if not options:
             return self
         method = copy.copy(self)
         for option, own in options.items():
-            vars(method)[option] = own._of_input(name) if isinstance(own, Attribution) else own.get(name)
+            vars(method)[option] = own.of_input(name) if isinstance(own, Attribution) else own.get(name)
         return method
+
+    def _require_inputs(self, names: Collection[Key]) -> None:
+        """Raise MethodError if an option of this method, or of the method that it wraps, names another input."""
+        for option, own in vars(self).items():
+            if isinstance(own, Attribution):
+                own._require_inputs(names)
+            elif isinstance(own, PerInput) and (unknown := own.keys() - set(names)):
+                problem = f"{option} has a value for {', '.join(map(str, unknown))}"
+                raise MethodError(f"{problem}; the inputs are {', '.join(map(str, names))}")
 
     def explains_together(self) -> bool:
         """Return whether one pass explains all inputs of a model with several."""
@@ -355,16 +364,18 @@ class Attribution(HasOptions, ABC):
         """Explain the images among several inputs: together if the method can, or each while the others stay."""
         names = [*inputs.frames] if explain is None else list(explain)
         flat = chain.from_iterable(name if isinstance(name, tuple) else [name] for name in names)
-        if unknown := [name for name in flat if name not in inputs.frames]:
+        unknown = [name for name in flat if name not in inputs.frames]
+        if unknown or not names or isinstance(explain, str):
             raise MethodError(
-                f"explain={unknown}: no image input of that name; there are {', '.join(map(str, inputs.frames))}"
+                f"explain={explain!r}: expected a list of images among {', '.join(map(str, inputs.frames))}"
             )
+        self._require_inputs(inputs.values)
         if self.explains_together() and not any(isinstance(name, tuple) for name in names):
             return self._explain_joined(inputs, target, forward_args, names)
         explanations = {}
         for name in names:
             group = name if isinstance(name, tuple) else (name,)
-            batch, method = inputs.batch(*group, as_channels=True), self._of_input(group[0])
+            batch, method = inputs.batch(*group, as_channels=True), self.of_input(group[0])
             with method.call(batch, [target], forward_args):
                 others = [inputs.batch(other) for other in inputs.frames.keys() - {*group}]
                 with bound(other_layers=partial(_reading, self.model, others)):
@@ -376,8 +387,9 @@ class Attribution(HasOptions, ABC):
     ) -> InputExplanations:
         """Explain all inputs in one pass, as one row of numbers."""
         batch = inputs.batch(*inputs.joined)
-        with self.call(batch, [target], forward_args):
-            whole = self.explain_batch(batch, [target])[0]
+        method = self.of_input(inputs.joined[0]) if len(inputs.joined) == 1 else self
+        with method.call(batch, [target], forward_args):
+            whole = method.explain_batch(batch, [target])[0]
         parts = {part: batch.parts(own) for part, own in whole.tensors().items() if own.shape == whole.values.shape}
         explanations = {}
         for name in names:

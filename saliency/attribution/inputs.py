@@ -78,5 +78,9 @@ class InputExplanations(Mapping[Any, Explanation]):
         Returns:
             The files, for `Explanation.load`.
         """
-        file = Path(path)
-        return [Path(own.save(file.with_suffix(f".{name}{file.suffix}"))) for name, own in self.explanations.items()]
+        file, files = Path(path), list[Path]()
+        for name, explanation in self.explanations.items():
+            label = "-".join(map(str, name)) if isinstance(name, tuple) else str(name)
+            files.append(file.with_suffix(f".{label.replace('/', '_')}{file.suffix}"))
+            explanation.save(files[-1])
+        return files

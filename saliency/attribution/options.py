@@ -103,8 +103,9 @@ class ConvertedOption(Generic[_Given, _Stored]):
 
     def stored(self, method: Any, value: Any) -> Any:
         """Return the value that a method stores for a value, or for a value per image or input."""
-        if self.name in ("preprocess", "layer", "baseline") and is_per_input(value):
-            return PerInput({name: self.stored(method, part) for name, part in value.items()})
+        is_mapping = self.name in ("preprocess", "layer", "baseline") and isinstance(value, Mapping)
+        if is_mapping and (self.name != "preprocess" or is_per_input(value)):
+            return PerInput({name: self.stored(method.of_input(name), part) for name, part in value.items()})
         if isinstance(value, PerImage):
             if not {"*", self.name} & {*getattr(method, "per_image", ())}:
                 raise MethodError(f"{self.name}: {type(method).__name__} takes one value for all images, no PerImage")

@@ -21,6 +21,7 @@ from ..io.inputs import Batch
 from ..model.answer import Answer
 from ..model.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call, last_operation, leaf, run_model
 from ..model.dual_encoder import DualEncoder
+from ..model.inputs import InputBatch
 from ..model.layers import find, is_channels_first, trace_layers
 from ..targets.classes import TargetLike, as_target
 from ..targets.language import parse_target
@@ -63,7 +64,11 @@ class CallImages(Images):
         """The position of the model's input on each image."""
         if not self.located_at:
             size, frames = tuple(self._x.shape[2:]), self._frames or [None] * self.count
-            self.located_at = tuple(Geometry.of(frame, size) for frame in frames)
+            batch = current_call().batch
+            if isinstance(batch, InputBatch):
+                self.located_at = batch.geometries
+            else:
+                self.located_at = tuple(Geometry.of(frame, size) for frame in frames)
         return self.located_at
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:

@@ -126,8 +126,9 @@ def baselines(
 
 
 def _of_one_input(resolved: Any, preprocess: Any, seed: int, name: Key | None, x: Tensor) -> Tensor:
-    """Return the baselines of one of several inputs; of a state, which is no image, 0."""
-    like = of_input(resolved, name, "mean") if x.dim() > 3 else "mean"
+    """Return the baselines of one of several inputs. Of a state, which is not an image, only numbers apply; else 0."""
+    like = of_input(resolved, name, "mean")
+    like = like if x.dim() > 3 or isinstance(like, float) else "mean"
     several = like if isinstance(like, list) else [like]
     return torch.cat([_baseline(one, x, of_input(preprocess, name), seed, at) for at, one in enumerate(several)])
 
@@ -139,11 +140,13 @@ def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: 
         return blurred(x, BASELINE_BLUR * min(x.shape[2:]))
     if resolved == "noise":
         return normal(x.shape, seed, number).to(x)
-    if resolved in ("black", "white") and preprocess is not None:
-        height, width = x.shape[-2:]
-        prepared = preprocess(Image.new("RGB", (width, height), resolved))  # (C, H, W)
-        return prepared[:, height // 2, width // 2].to(x).view(1, -1, *[1] * (x.dim() - 2)).expand_as(x).clone()
-    return torch.full_like(x, 0.0 if resolved == "mean" else float(resolved))
+    if resolved not in ("black", "white"):
+        return torch.full_like(x, 0.0 if resolved == "mean" else float(resolved))
+    if preprocess is None:
+        raise MethodError(f'"{resolved}" is unknown for an input without preprocessing; pass a number in its units')
+    height, width = x.shape[-2:]
+    prepared = preprocess(Image.new("RGB", (width, height), resolved))  # (C, H, W)
+    return prepared[:, height // 2, width // 2].to(x).view(1, -1, *[1] * (x.dim() - 2)).expand_as(x).clone()
 
 
 FillLike = float | str | Sequence[float] | Tensor | GivenImages

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import ImageError, MethodError, NonFiniteError, plural
 from ..io.atomic_write import is_image
 from ..io.axes import as_text
-from ..io.geometry import Frame
+from ..io.geometry import Frame, Geometry
 from ..io.inputs import Batch, Prepare, read
 from .call import current_call, reference_tensor, shown_images
 
@@ -38,7 +37,9 @@ class Views:
         ImageError: A tensor has another number of axes.
     """
 
-    def __init__(self, images: Tensor | Sequence[Any]) -> None:
+    def __init__(self, images: Tensor | np.ndarray[Any, Any] | Sequence[Any]) -> None:
+        if isinstance(images, np.ndarray) and images.dtype.kind == "f":
+            images = torch.from_numpy(images)
         if isinstance(images, Tensor) and images.dim() != 5:
             raise ImageError(f"views of shape {tuple(images.shape)}; expected (N, V, C, H, W), or a list of V images")
         self.images: Any = images.unbind(1) if isinstance(images, Tensor) else images
@@ -55,10 +56,12 @@ class InputBatch(Batch):
     Attributes:
         names: The inputs that `inputs` holds: one; or several, as channels of one image or as rows of numbers.
         shapes: The shape of one row of each.
+        geometries: The position of the first photo of each case, or of its first image, to which targets refer.
     """
 
     names: tuple[Key, ...] = field(kw_only=True)
     shapes: tuple[torch.Size, ...] = field(kw_only=True)
+    geometries: tuple[Geometry, ...] = field(kw_only=True)
 
     @property
     def is_rows(self) -> bool:
@@ -119,21 +122,22 @@ class ModelInputs:
     """
 
     def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
-        entries, self._assemble = _entries(model, given)
+        entries, self._assemble, self._filled = _entries(model, given)
+        entries = {name: _as_tensor(entry) for name, entry in entries.items()}
+        self._parameters = _parameters(model)
         self.values: dict[Key, Any] = {}
         self.frames: dict[Key, tuple[Frame | None, ...]] = {}
         like = reference_tensor(model)
-        for name, given_entry in entries.items():
-            is_float = isinstance(given_entry, np.ndarray) and given_entry.dtype.kind == "f"
-            entry = torch.from_numpy(given_entry) if is_float else given_entry
-            if _is_image(entry):
+        rows = {len(entry) for entry in entries.values() if isinstance(entry, Tensor) and entry.ndim == 4}
+        for name, entry in entries.items():
+            if _is_image(entry, rows):
                 try:
                     batch = read(entry, prepare(name), like=like)
                 except (ImageError, NonFiniteError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
-            elif isinstance(entry, Tensor | np.ndarray):
-                value = torch.from_numpy(entry) if isinstance(entry, np.ndarray) else entry.detach()
+            elif isinstance(entry, Tensor):
+                value = entry.detach()[None] if entry.ndim == 1 and entry.is_floating_point() and not rows else entry
                 is_like = like is not None and value.is_floating_point()
                 self.values[name] = value.to(like) if is_like else value.to(None if like is None else like.device)
             else:
@@ -144,13 +148,21 @@ class ModelInputs:
         for name, frames in self.frames.items():
             if len(frames) not in (1, self.count):
                 raise ImageError(f"{name} has {plural(len(frames), 'image')}; expected {self.count} as others, or 1")
-            if len(frames) < self.count:
-                self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
-                self.frames[name] = frames * self.count
-        self.joined = tuple(name for name, value in self.values.items() if self._is_joined(value))
+            self.frames[name] = frames * (self.count // len(frames))
+        floats = [
+            name for name, value in self.values.items() if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        self.joined = tuple(name for name in floats if self.values[name].shape[:1] in ((1,), (self.count,)))
+        for name in self.joined:  # one row serves all images
+            self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
+        first = next((name for name, frames in self.frames.items() if frames[0] is not None), next(iter(self.frames)))
+        size = tuple(self.values[first].shape[2:])
+        self._geometries = tuple(Geometry.of(frame, size) for frame in self.frames[first])
 
-    def _is_joined(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (self.count,)
+    def named(self, arguments: Any) -> Any:
+        """Return further arguments of the model by name, if they are given in order: those that no input fills."""
+        names = [name for name in self._parameters if name not in self._filled]
+        return dict(zip(names, arguments, strict=False)) if isinstance(arguments, tuple | list) else arguments
 
     def batch(self, *names: Key, as_channels: bool = False) -> InputBatch:
         """Return a batch of one input, of which the model runs variants while the others stay; or of several.
@@ -176,7 +188,7 @@ class ModelInputs:
             return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
 
         shapes = tuple(value.shape[1:] for value in values)
-        batch = InputBatch(x, frames, arguments=arguments, names=names, shapes=shapes)
+        batch = InputBatch(x, frames, arguments=arguments, names=names, shapes=shapes, geometries=self._geometries)
         return batch
 
     def _rows(self, value: Any, rows: Sequence[int]) -> Any:
@@ -187,19 +199,20 @@ class ModelInputs:
         return [value[row] for row in rows] if is_list else value
 
 
-def has_several_inputs(model: nn.Module, given: Any, arguments: int = 0) -> bool:
+def has_several_inputs(model: nn.Module, given: Any, arguments: Any = ()) -> bool:
     """Return whether images are inputs of one call by name or order, and not a batch of images.
 
     Args:
         model: The model.
         given: What the user passed as images.
-        arguments: The number of arguments that the user passed besides.
+        arguments: The arguments that the user passed besides, in order or by name.
     """
     if isinstance(given, Mapping):
         return set(given) != {"pixel_values"}
     if isinstance(given, tuple) and len(given) > 1:
-        required = _required(model)
-        return required is not None and len(required) - arguments == len(given)
+        required = [name for name, is_required in _parameters(model).items() if is_required]
+        others = [name for name in required if name in arguments] if isinstance(arguments, Mapping) else arguments
+        return len(required) > 1 and len(required) <= len(given) + len(others) <= len(_parameters(model))
     return isinstance(given, Views)
 
 
@@ -213,41 +226,62 @@ def require_volumes(model: nn.Module, x: Tensor) -> None:
         )
 
 
-def _required(model: nn.Module) -> list[str] | None:
-    """Return the names of the arguments that a model's forward requires; None if it takes any number."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+def _parameters(model: nn.Module) -> dict[str, bool]:
+    """Return the arguments of a model's forward, and whether each is required; none if it takes any, or is traced."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except ValueError:  # of a traced module
+        return {}
+    named = [own for own in parameters if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
+    has_any = any(own.kind is own.VAR_POSITIONAL for own in parameters)
+    return {} if has_any else {own.name: own.default is own.empty for own in named}
 
 
-def _entries(
-    model: nn.Module, given: SeveralInputs
-) -> tuple[Mapping[Any, Any], Callable[[dict[Key, Any]], dict[Any, Any]]]:
-    """Return inputs by name, and how they become arguments of the model, by position or by name."""
+_Entries = tuple[Mapping[Any, Any], Callable[[dict[Key, Any]], dict[Any, Any]], Collection[str]]
+
+
+def _entries(model: nn.Module, given: SeveralInputs) -> _Entries:
+    """Return inputs by name, how they become arguments of the model, and the names of these arguments."""
+    parameters = _parameters(model)
+    first = list(parameters)[:1]
     if isinstance(given, Views):
-        return dict(enumerate(given.images)), lambda values: {0: torch.stack([*values.values()], 1)}
-    required, parameters = _required(model) or [], inspect.signature(model.forward).parameters
+        return dict(enumerate(given.images)), lambda values: {0: torch.stack([*values.values()], 1)}, first
     if isinstance(given, tuple):
-        return dict(zip(required, given, strict=False)), lambda values: values
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if all(isinstance(name, str) for name in given) and (takes_any or parameters.keys() >= given.keys()):
-        return given, lambda values: values
-    if len(required) == 1:
-        return given, lambda values: {0: values}
+        given = dict(zip(parameters, given, strict=False))
+    is_named = all(isinstance(name, str) for name in given)
+    if is_named and (not parameters or parameters.keys() >= given.keys() or _takes_any_name(model)):
+        return given, lambda values: values, given.keys()
+    if [*parameters.values()].count(True) == 1:
+        return given, lambda values: {0: values}, first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'
     )
 
 
-def _is_image(entry: Any) -> bool:
-    """Return whether an input is an image, or a list of images, and not another argument."""
+def _takes_any_name(model: nn.Module) -> bool:
+    return any(own.kind is own.VAR_KEYWORD for own in inspect.signature(model.forward).parameters.values())
+
+
+def _as_tensor(entry: Any) -> Any:
+    """Return an array that is no image of 8 or 16 bits as a tensor; any other entry unchanged."""
+    is_array = isinstance(entry, np.ndarray) and entry.dtype.kind in "biuf" and not _is_image(entry)
+    return torch.from_numpy(entry) if is_array else entry
+
+
+def _is_image(entry: Any, rows: Collection[int] = ()) -> bool:
+    """Return whether an input is an image, or a list of images, and not another argument.
+
+    Args:
+        entry: The input.
+        rows: The numbers of rows of other inputs (N, C, H, W). A float tensor of three axes with as many is a sequence.
+    """
     if isinstance(entry, list):
         return bool(entry) and all(map(_is_image, entry))
     if isinstance(entry, Tensor) and entry.is_floating_point():
-        return entry.ndim in (4, 5) or (entry.ndim == 3 and entry.shape[0] in (1, 3, 4))
+        return entry.ndim in (4, 5) or (entry.ndim == 3 and len(entry) in (1, 3, 4) and len(entry) not in rows)
     if isinstance(entry, Tensor | np.ndarray):
-        return entry.dtype in (torch.uint8, np.uint8, np.uint16) and entry.ndim >= 2
-    is_path = isinstance(entry, str) and (is_image(entry) or Path(entry).is_file())
+        has_channels = entry.ndim > 2 and ({entry.shape[-1], entry.shape[-3]} & {1, 3, 4})
+        return entry.dtype in (torch.uint8, np.uint8, np.uint16) and (entry.ndim == 2 or bool(has_channels))
+    is_path = isinstance(entry, str) and (is_image(entry) or os.path.isfile(entry))  # noqa: PTH113 - never raises
     return is_path or isinstance(entry, os.PathLike | bytes | Image.Image)

@@ -162,7 +162,7 @@ class LayerTrace:
     @property
     def reading(self) -> frozenset[Reading]:
         """What reads the image: layers, with their calls and rows."""
-        return frozenset((name, self.calls[name], self.rows[name]) for name in self.sources)
+        return frozenset((name, self.calls.get(name, -1), self.rows.get(name, ())) for name in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,12 +387,15 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
     misplaced, unrelated = dict[str, bool](), set[str]()
+    has_others = current_call().caches is not None
     counts, reading, rows = Counter[str](), dict[str, int](), dict[str, tuple[int, ...]]()
 
     def store(name: str, output: Tensor) -> None:
         positions = trace.positions(output)
+        if has_others and positions is not None and output.dim() == x.dim() and bool(positions.isnan().all()):
+            positions = None  # a part of a stack of images that holds another image
         counts[name] += 1
-        if positions is None and name in reading and current_call().caches is not None:
+        if positions is None and name in reading and has_others:
             return  # an encoder that then reads another image
         outputs.pop(name, None)  # the last call counts
         reading[name] = counts[name] - 1
@@ -474,8 +477,8 @@ def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
     candidates, other_layers = trace.candidates, current_call().other_layers
     if other_layers is not None:
         taken = other_layers()
-        free = (layer for layer in candidates if (layer.name, trace.calls[layer.name], layer.layout.rows) not in taken)
-        candidates = tuple(free)
+        read = {layer: (layer.name, trace.calls.get(layer.name, -1), layer.layout.rows) for layer in candidates}
+        candidates = tuple(layer for layer in candidates if read[layer] not in taken)
         if trace.candidates and not candidates:
             warn("the images are joined before the first layer with a spatial output, so its map is of all images")
     candidates = candidates or trace.candidates
@@ -562,7 +565,7 @@ def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, targ
 def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -> Tensor:
     """Return the output of the last call of a layer that reads the image, of the outputs of all its calls."""
     has_others = len(calls) > 1 and current_call().caches is not None
-    return calls[trace_layers(model, x).calls[name] if has_others else -1]
+    return calls[trace_layers(model, x).calls.get(name, -1) if has_others else -1]
 
 
 def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:

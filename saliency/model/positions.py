@@ -145,7 +145,8 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
         tensors = list(tree_tensors((args, kwargs)))
         operands = list(filter(_is_plain, tensors))
         memories = {memory_id(tensor) for tensor in operands}
-        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        # Fused attention has the tag of random operations for its dropout.
+        is_random = torch.Tag.nondeterministic_seeded in op.tags and not is_attention(op)
         is_traced = is_random or len(operands) < len(tensors) or any(map(self.known_memory, operands))
         named = named_arguments(op, args, kwargs)
         for number, tensor in enumerate(as_results(result)):

@@ -215,7 +215,7 @@ def test_bad_inputs_are_named() -> None:
     ):
         with pytest.raises(error, match=facts):
             method.attribute(given, 1)
-    with pytest.raises(MethodError, match="there are rgb, depth"):
+    with pytest.raises(MethodError, match="a list of images among rgb, depth"):
         method.attribute(inputs, 1, explain=["d"])
     with pytest.raises(KeyError, match="there is one of 'rgb', 'depth'"):
         method.attribute(inputs, 1)["d"]
@@ -366,3 +366,106 @@ def test_each_explanation_is_saved_and_what_takes_one_image_says_so(tmp_path: Pa
     ):
         with pytest.raises(saliency.errors.SaliencyError, match="of a model that holds its other inputs"):
             refused()
+
+
+class Stacked(nn.Module):
+    """Cameras that are stacked, and then read one by one by an encoder each, or by one for all."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        super().__init__()
+        encoders = [nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()) for _ in range(1 if is_shared else 2)]
+        self.encoders, self.head = nn.ModuleList(encoders), nn.Linear(8, 5)
+
+    def forward(self, top: Tensor, wrist: Tensor) -> Tensor:
+        views = torch.stack([top, wrist], 1).unbind(1)
+        pooled = [self.encoders[number % len(self.encoders)](view).mean((2, 3)) for number, view in enumerate(views)]
+        out: Tensor = self.head(torch.cat(pooled, 1))
+        return out
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_part_of_a_stack_reads_its_image_only(is_shared: bool) -> None:
+    torch.manual_seed(0)
+    model = Stacked(is_shared=is_shared).double().eval()
+    inputs = {name: torch.randn(1, 3, 8, 12, dtype=torch.float64) for name in ("top", "wrist")}
+    result = saliency.GradCAM(model).attribute(inputs, 1)
+    for number, (name, own) in enumerate(result.items()):
+        maps = model.encoders[number % len(model.encoders)](inputs[name]).detach()
+        weights = model.head.weight[1, 4 * number : 4 * number + 4].detach().view(1, 4, 1, 1) / maps[0, 0].numel()
+        torch.testing.assert_close(own.values.relu(), (weights * maps).sum(1, keepdim=True).relu())
+
+
+def test_the_attention_of_two_transformers_is_told_apart() -> None:
+    timm = pytest.importorskip("timm")
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2, "num_classes": 6}
+    torch.manual_seed(0)
+    streams = [timm.models.VisionTransformer(**options).eval() for _ in range(2)]
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = streams
+            self.head = nn.Linear(12, 5)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            out: Tensor = self.head(torch.cat([self.left(a), self.right(b)], 1))
+            return out
+
+    model, x = Both().eval(), [torch.randn(1, 3, 32, 32) for _ in range(2)]
+    for stream in streams:
+        nn.init.normal_(stream.head.weight)
+    layers = [own.layer for own in saliency.GradCAM(model).attribute((x[0], x[1]), 1).values()]
+    assert layers == ["left.blocks.2.norm1", "right.blocks.2.norm1"]
+    rollout = saliency.AttentionRollout(model).attribute((x[0], x[1]), 1)
+    for own, stream, image in zip(rollout.values(), streams, x, strict=True):
+        torch.testing.assert_close(own.values, saliency.AttentionRollout(stream).attribute(image, 1).values)
+
+
+def test_other_arguments_options_and_names_reach_the_right_input() -> None:
+    model, inputs = case("state")
+    image, state = inputs["image"], inputs["state"]
+    expected = saliency.InputXGradient(model).attribute({"image": image, "state": state, "gripper": True}, 1)
+    for given, arguments in (((image, state), (True,)), ((image, state), {"gripper": True})):
+        result = saliency.InputXGradient(model).attribute(given, 1, forward_args=arguments)
+        assert result.shares == expected.shares
+    alone = saliency.InputXGradient(model).attribute({"image": image}, 1, forward_args=(state, True))
+    torch.testing.assert_close(alone["image"].values, expected["image"].values)
+    single = saliency.InputXGradient(model).attribute({"image": image[0], "state": state[0]}, 1)
+    assert set(single.shares) == {"image", "state"}
+    one_row = saliency.InputXGradient(model).attribute({"image": image, "state": state[:1]}, 1)
+    assert set(one_row.shares) == {"image", "state"}
+    path = saliency.IntegratedGradients(model, baseline={"image": 0.0, "state": 1.0}, steps=3)
+    assert float(path.attribute({"image": image, "state": torch.ones_like(state)}, 1).sums["state"].abs().max()) == 0
+    with pytest.raises(MethodError, match="baseline has a value for stat; the inputs are image, state"):
+        saliency.IntegratedGradients(model, baseline={"stat": 0.0}).attribute({"image": image, "state": state}, 1)
+    black = saliency.IntegratedGradients(model, preprocess={"image": None}, baseline="black")
+    with pytest.raises(MethodError, match='"black" is unknown for an input without preprocessing'):
+        black.attribute(inputs, 1)
+
+
+def test_a_place_is_in_pixels_of_the_first_photo_for_all_inputs() -> None:
+    class Segmenter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 3, 3, padding=1)
+
+        def forward(self, rgb: Tensor, depth: Tensor) -> Tensor:
+            out: Tensor = self.conv(torch.cat([rgb, depth], 1))
+            return out
+
+    torch.manual_seed(0)
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 80, 3), np.uint8))
+    prepare = {"rgb": saliency.Preprocess(size=(32, 40)), "depth": None}
+    target = saliency.region(1, (30, 30))
+    for cls in (saliency.Occlusion, saliency.InputXGradient):
+        result = cls(Segmenter(), preprocess=prepare).attribute(
+            {"rgb": photo, "depth": torch.rand(1, 1, 32, 40)}, target
+        )
+        scores = [own.scores for own in result.values()]
+        assert torch.equal(*scores)
+
+
+def test_a_traced_model_takes_a_tuple_of_images_as_a_batch() -> None:
+    trace: Any = torch.jit.trace
+    model = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), torch.randn(1, 3, 8, 8))
+    assert len(saliency.VanillaGradient(model).attribute((torch.randn(3, 8, 8), torch.randn(3, 8, 8)), 1)) == 2
