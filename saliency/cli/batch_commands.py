@@ -164,7 +164,7 @@ def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set
     if summary.removed:
         named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
         screen.say(f"removed since the last run, overlays kept: {plural(len(summary.removed), 'image')}, {named}")
-    screen.say_left_out(summary.left_out)
+    screen.say_left_out(summary.left_out, summary.others)
     if summary.repeated:
         images, error = plural(summary.repeated.total(), "image"), one_line(next(iter(summary.repeated)))
         screen.say(f"batches repeated in parts after an error: {images} (column repeated of manifest.jsonl), {error}")

@@ -14,7 +14,10 @@ from ..validation import check_choice
 
 # Suffixes of images in a folder. Formats that cannot be read are included, so that they cause an error. A file that is
 # given by its path is read regardless of its suffix.
-_SUFFIXES = ".avif .bmp .gif .heic .heif .j2k .jp2 .jpeg .jpg .jxl .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
+_SUFFIXES = (
+    ".apng .avif .avifs .bmp .dib .gif .heic .heif .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .jxl .mpo .pbm "
+    ".pfm .pgm .png .pnm .ppm .tif .tiff .webp"
+)
 IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
 _VOLUME_SUFFIXES = (".nii", ".nii.gz", ".dcm")
 _ENDINGS = (*IMAGE_SUFFIXES, *_VOLUME_SUFFIXES)

@@ -32,7 +32,7 @@ Prepare = Preprocess | TransformPreprocess | None
 
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
 
-_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 

@@ -106,7 +106,7 @@ def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Call
         with Image.open(photo) as original, Image.open(tmp_path / f"{photo.stem}.grad_cam.png") as drawn:
             assert drawn.size == original.size
     assert f"5 overlays of 5 images in {tmp_path}/\n" in answer.out
-    assert answer.out.endswith(f"contact sheet: {tmp_path / 'sheet.png'}\n")
+    assert f"contact sheet: {tmp_path / 'sheet.png'}\n" in answer.out
 
 
 @pytest.mark.slow
