@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TextIO
 
 from ..errors import ImageError, errors_as
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
+from ..io.dicom import SUFFIX, holds_series
 from .failures import BatchError
 from .listing import ImageEntry, is_remote, list_files
 from .store import EVALUATION, EVALUATION_PAGE, FILES, LOCK, is_output
@@ -50,7 +51,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.PathLike[str] | None = None) -> Found:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
-    A NIfTI file is an image. All .dcm files of a folder together are one image, the slices of a DICOM series.
+    A NIfTI file is an image. The slices of a DICOM series together are one image.
 
     An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
     Overlays, contact sheets and trust cards, and the files of `saliency batch`, are left out, except from lists. If
@@ -113,7 +114,8 @@ def _images_of_source(source: str, recursive: bool, others: set[str]) -> Iterato
 
 def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageEntry:
     label = os.path.basename(path) or path  # noqa: PTH119
-    if is_volume(label, (".dcm",)) and not is_remote(path):  # the slices of a DICOM series are one entry: their folder
+    if is_volume(label, (SUFFIX,)) and not is_remote(path) and holds_series(os.path.dirname(path) or "."):  # noqa: PTH120
+        # The slices of a DICOM series are one entry: their folder.
         path, folder = os.path.dirname(path) or ".", folder[:-1]  # noqa: PTH120
         label = f"{os.path.basename(os.path.abspath(path))}.dcm"  # noqa: PTH100, PTH119
     # Links are not resolved, and undecodable bytes are kept.
@@ -160,7 +162,7 @@ def _images_of_folder(root: str, recursive: bool, others: set[str]) -> Iterator[
             if is_image(name) and not is_hidden:
                 is_empty = False
                 problem = _OWN if is_own or is_drawing(path) else ""
-                if is_volume(name, (".dcm",)):
+                if is_volume(name, (SUFFIX,)):
                     yield _entry(path, below, problem)
                 else:  # as `_entry` does, in a fraction of its time
                     yield ImageEntry(whole + name, path, folder=below, label=name, problem=problem)
