@@ -69,7 +69,7 @@ def evaluate(
     boxes: Mapping[str, Any] | None = None,
     weights: str | None = "default",
     preprocess: PreprocessLike | None = None,
-    categories: Sequence[str] | Mapping[int, str] | None = None,
+    categories: Sequence[str] | Mapping[int, str] | Mapping[str, int] | None = None,
     layer: str | None = None,
     options: Mapping[str, Any] | None = None,
     whole: Whole = False,

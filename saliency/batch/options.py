@@ -170,7 +170,7 @@ class NetworkOptions(Options):
     model: str | nn.Module
     weights: str | None = "default"
     preprocess: PreprocessLike | None = None
-    categories: Sequence[str] | Mapping[int, str] | None = None
+    categories: Sequence[str] | Mapping[int, str] | Mapping[str, int] | None = None
     methods: Sequence[str] = ("grad_cam",)
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
