@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TextIO
 
 from ..errors import ImageError, errors_as
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
-from ..io.dicom import SUFFIX, holds_series
 from .failures import BatchError
 from .listing import ImageEntry, is_remote, list_files
 from .store import EVALUATION, EVALUATION_PAGE, FILES, LOCK, is_output
@@ -114,13 +113,19 @@ def _images_of_source(source: str, recursive: bool, others: set[str]) -> Iterato
 
 def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageEntry:
     label = os.path.basename(path) or path  # noqa: PTH119
-    if is_volume(label, (SUFFIX,)) and not is_remote(path) and holds_series(os.path.dirname(path) or "."):  # noqa: PTH120
+    if is_volume(label, (".dcm",)) and not is_remote(path) and _holds_series(os.path.dirname(path) or "."):  # noqa: PTH120
         # The slices of a DICOM series are one entry: their folder.
         path, folder = os.path.dirname(path) or ".", folder[:-1]  # noqa: PTH120
         label = f"{os.path.basename(os.path.abspath(path))}.dcm"  # noqa: PTH100, PTH119
     # Links are not resolved, and undecodable bytes are kept.
     whole = path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100
     return ImageEntry(whole, path, folder=folder, label=label, problem=problem)
+
+
+def _holds_series(folder: str) -> bool:
+    from ..io.dicom import holds_series  # imports NumPy and Pillow, which usage errors do not need
+
+    return holds_series(folder)
 
 
 def _images_of_address(source: str, recursive: bool, others: set[str]) -> Iterator[ImageEntry]:
@@ -162,7 +167,7 @@ def _images_of_folder(root: str, recursive: bool, others: set[str]) -> Iterator[
             if is_image(name) and not is_hidden:
                 is_empty = False
                 problem = _OWN if is_own or is_drawing(path) else ""
-                if is_volume(name, (SUFFIX,)):
+                if is_volume(name, (".dcm",)):
                     yield _entry(path, below, problem)
                 else:  # as `_entry` does, in a fraction of its time
                     yield ImageEntry(whole + name, path, folder=below, label=name, problem=problem)
