@@ -37,7 +37,8 @@ _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
-_HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
+_UNREADABLE = "is damaged, or of a kind that Pillow cannot read (convert it to PNG)"
+_HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx|(mif1|msf1)(?!.*avi[fs]))", re.DOTALL)
 _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
 
@@ -116,13 +117,13 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     head = head[:32]
     readers = [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]
     accepting = [reader for reader, accepts in readers if accepts is None or accepts(head.ljust(32, b"\0")) is True]
-    if not accepting:
+    if not accepting or _HEIC.match(head):  # the reader of AVIF accepts mif1
         problem = "is not an AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP image" if head else "is empty"
         hint = " but HEIC, the photo format of many phones; save it as JPEG or PNG" if _HEIC.match(head) else ""
         hint = " but XML, as SVG drawings are; save it as PNG" if _XML.match(head) else hint
         raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
-    with errors_as(ImageError, f"{name!r} is damaged"):
+    with errors_as(ImageError, f"{name!r} {_UNREADABLE}"):
         image = accepting[0](file, name)
     return _decode_checked(image, repr(name), max_pixels)
 
@@ -141,7 +142,7 @@ def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Ima
         raise ImageError(f"{name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
         raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
-    with errors_as(ImageError, f"{name} is damaged"):
+    with errors_as(ImageError, f"{name} {_UNREADABLE}"):
         return _without_metadata(_apply_orientation(image))
 
 

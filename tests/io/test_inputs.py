@@ -621,3 +621,14 @@ def test_a_batch_of_narrow_images_is_taken_and_a_refusing_model_gets_the_hint(wi
     assert torch.equal(read(x).inputs, x)
     with pytest.raises(ModelError, match=r"looks like \(N, H, W, C\): pass x.permute"):
         call(torch.nn.Conv2d(3, 1, 1), (x,))
+
+
+def test_a_healthy_file_that_pillow_cannot_read_is_to_be_converted() -> None:
+    file = io.BytesIO()
+    Image.new("F", (4, 3)).save(file, "TIFF")
+    bits = b"\x02\x01\x03\x00\x01\x00\x00\x00"
+    assert bits + b"\x20" in file.getvalue()
+    with pytest.raises(ImageError, match=r"Pillow cannot read \(convert it to PNG\): unknown pixel mode"):
+        open_image(file.getvalue().replace(bits + b"\x20", bits + b"\x40"))
+    with pytest.raises(ImageError, match="but HEIC"):
+        open_image(b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic")
