@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
-from ..batch.manifest import write_csv
+from ..batch.manifest import MANIFEST, write_csv
 from ..errors import MethodError, plural, visible
 from .arguments import ALL, METHOD, arguments_of
 from .console import Screen, UsageError, one_line
@@ -151,6 +151,9 @@ def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set
     """Print the failures, the number of images or detections, the speed and the path of the page."""
     for source, method, why in summary.failures:
         screen.error(sentence(source, method, why))
+    more = summary.kinds.total() - len(summary.failures)
+    if summary.failures and more > 0:
+        screen.error(f"{more} more failures are in {summary.folder / MANIFEST}")
     done = f"{summary.done} of {plural(summary.images, counted)} done"
     if summary.fresh:
         minutes, seconds = divmod(summary.seconds, 60)
