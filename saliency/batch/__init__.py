@@ -52,7 +52,7 @@ def batch(
     *,
     weights: str | None = "default",
     preprocess: PreprocessLike | None = None,
-    categories: Sequence[str] | Mapping[int, str] | None = None,
+    categories: Sequence[str] | Mapping[int, str] | Mapping[str, int] | None = None,
     layer: str | None = None,
     options: Mapping[str, Any] | None = None,
     whole: Whole = False,
@@ -135,7 +135,7 @@ def batch(
     arguments = locals()
     network, output, run = NetworkOptions.of(arguments), OutputOptions.of(arguments), RunOptions.of(arguments)
     with without_garbage_collection():
-        entries, left_out = find_images(sources, recursive=recursive, targets=targets)
+        entries, left_out, others = find_images(sources, recursive=recursive, targets=targets)
     with locked(Path(out)) as folder:
         with writing_to(folder), without_garbage_collection():
             store = ManifestStore(folder, entries, network, output, run)
@@ -146,7 +146,7 @@ def batch(
             with open_engine(network, run) as run_engine:
                 execute(ExplainMapper(options=network, out=folder, output=output), store, run_engine, run)
         with without_garbage_collection():
-            return replace(store.finish(_write_page), left_out=left_out)
+            return replace(store.finish(_write_page), left_out=left_out, others=others)
 
 
 def _write_page(folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..attribution.base import Attribution
@@ -47,11 +48,13 @@ class FolderComparison(Comparison):
         failures: A row for each failure, with its source, method, error and error_kind. The method is None if the image
             failed for all methods.
         left_out: Number of images in the sources that the toolkit wrote, such as overlays.
+        others: Number of other files in the folders of the sources, by suffix.
         page: The page with the table; None if there are no results.
     """
 
     failures: Sequence[Row] = ()
     left_out: int = 0
+    others: Mapping[str, int] = MappingProxyType({})
     page: Path | None = None
 
 
@@ -66,7 +69,7 @@ def evaluate(
     boxes: Mapping[str, Any] | None = None,
     weights: str | None = "default",
     preprocess: PreprocessLike | None = None,
-    categories: Sequence[str] | Mapping[int, str] | None = None,
+    categories: Sequence[str] | Mapping[int, str] | Mapping[str, int] | None = None,
     layer: str | None = None,
     options: Mapping[str, Any] | None = None,
     whole: Whole = False,
@@ -125,7 +128,7 @@ def evaluate(
     """
     arguments = locals()
     network_options, run = NetworkOptions.of(arguments), RunOptions.of(arguments)
-    entries, left_out = find_images(sources, recursive=recursive, targets=targets)
+    entries, left_out, others = find_images(sources, recursive=recursive, targets=targets)
     metric_list, by_name = resolve_metrics(metrics), None
     if masks is not None:
         try:
@@ -149,7 +152,7 @@ def evaluate(
                 mapper = MeasureMapper(options=network_options, out=folder, metrics=metric_list, files=files)
                 execute(mapper, store, run_engine, run)
         comparison = FolderComparison(store.all_results())
-        comparison.failures, comparison.left_out = store.failures, left_out
+        comparison.failures, comparison.left_out, comparison.others = store.failures, left_out, others
         if comparison.results:
             comparison.page = _write(comparison, folder)
         return comparison

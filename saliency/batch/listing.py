@@ -73,7 +73,7 @@ class ImageEntry(NamedTuple):
     @property
     def is_volume(self) -> bool:
         """Whether this is a NIfTI file or a DICOM series."""
-        return is_volume(self.label)
+        return is_volume(self.label) or (is_volume(self.label, (".dcm",)) and not is_volume(self.path, (".dcm",)))
 
     def to_json(self) -> str:
         """Return the entry as one line of ASCII, including undecodable bytes of file names."""

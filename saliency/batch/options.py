@@ -64,6 +64,7 @@ class Summary:
         removed: Sources of the images that no longer exist; their overlays are kept.
         unfinished: Number of images without results, by method; only methods of earlier runs in the same folder.
         left_out: Number of images in the sources that the toolkit wrote, such as overlays.
+        others: Number of other files in the folders of the sources, by suffix.
         repeated: Number of images of this run whose batch failed and was repeated in parts, by the error.
     """
 
@@ -80,6 +81,7 @@ class Summary:
     removed: tuple[str, ...] = ()
     unfinished: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
+    others: Counter[str] = field(default_factory=Counter)
     repeated: Counter[str] = field(default_factory=Counter)
 
 
@@ -168,7 +170,7 @@ class NetworkOptions(Options):
     model: str | nn.Module
     weights: str | None = "default"
     preprocess: PreprocessLike | None = None
-    categories: Sequence[str] | Mapping[int, str] | None = None
+    categories: Sequence[str] | Mapping[int, str] | Mapping[str, int] | None = None
     methods: Sequence[str] = ("grad_cam",)
     layer: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -17,10 +17,11 @@ from ..errors import ImageError, errors_as
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
 from .failures import BatchError
 from .listing import ImageEntry, is_remote, list_files
-from .store import is_output
+from .store import EVALUATION, EVALUATION_PAGE, FILES, LOCK, is_output
 
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
 
+_FILES_OF_RUNS = frozenset((*FILES, LOCK, EVALUATION, EVALUATION_PAGE))
 _OWN = "is a file that saliency wrote, so it is left out"
 # Without these common names, a list with the header "image,label" would be read as a list without a header, whose first
 # image is missing. The JSON files of shards have such names too.
@@ -34,10 +35,12 @@ class Found(NamedTuple):
     Attributes:
         entries: The images, in order.
         left_out: Number of images that are left out, because the toolkit wrote them.
+        others: Number of the other files in folders, by suffix.
     """
 
     entries: list[ImageEntry]
     left_out: int
+    others: Counter[str]
 
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -47,7 +50,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.PathLike[str] | None = None) -> Found:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
-    A NIfTI file is an image. All .dcm files of a folder together are one image, the slices of a DICOM series.
+    A NIfTI file is an image. The slices of a DICOM series together are one image.
 
     An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
     Overlays, contact sheets and trust cards, and the files of `saliency batch`, are left out, except from lists. If
@@ -62,25 +65,33 @@ def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.Pa
         BatchError: `sources` are not paths, a list cannot be read, or the targets match no image.
     """
     entries_by_key: dict[tuple[object, ...], ImageEntry] = {}
+    others: set[str] = set()  # paths of files that are not images
     expected = "expected paths of images; `attribute` and `compare` take images in memory"
     with errors_as(BatchError, f"{type(sources).__name__} is not a path or a list of paths: {expected}"):
         paths = [os.fsdecode(source) for source in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
     for source in paths:
         is_list = Path(source).suffix.lower() in LISTS
-        for number, entry in enumerate(_images_of_source(source, recursive)):
+        for number, entry in enumerate(_images_of_source(source, recursive, others)):
             entries_by_key.setdefault((*entry.key, source, number) if is_list else entry.key, entry)
     drawings = [entry for entry in entries_by_key.values() if entry.problem == _OWN]
     entries = [entry for entry in entries_by_key.values() if entry.problem != _OWN] or drawings[:1]
-    return Found(entries if targets is None else _with_targets(entries, os.fsdecode(targets)), len(drawings))
+    entries = entries if targets is None else _with_targets(entries, os.fsdecode(targets))
+    return Found(entries, len(drawings), Counter(map(_kind, others)))
 
 
-def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
-    """Yield the images of a source."""
+def _kind(path: str) -> str:
+    """Return the suffix of a file, or how a file without a suffix or a hidden file is called in a summary."""
+    name = os.path.basename(path)  # noqa: PTH119
+    return "hidden" if name.startswith(".") else Path(name).suffix.lower() or "no suffix"
+
+
+def _images_of_source(source: str, recursive: bool, others: set[str]) -> Iterator[ImageEntry]:
+    """Yield the images of a source, and add the other files of a folder to `others`."""
     suffix = Path(source).suffix.lower()
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
-        yield from _images_of_folder(source, recursive)
+        yield from _images_of_folder(source, recursive, others)
     elif is_remote(source):
-        yield from _images_of_address(source, recursive)
+        yield from _images_of_address(source, recursive, others)
     elif is_output(source):
         if is_image(source):
             yield _entry(source, problem=_OWN)
@@ -95,14 +106,15 @@ def _images_of_source(source: str, recursive: bool) -> Iterator[ImageEntry]:
         if not matches:
             yield _entry(source, problem="no file matches this pattern")
         for match in matches:
-            yield from _images_of_source(match, recursive)
+            yield from _images_of_source(match, recursive, others)
     else:
         yield _entry(source, problem=_OWN if is_drawing(source) else "")
 
 
 def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageEntry:
     label = os.path.basename(path) or path  # noqa: PTH119
-    if is_volume(label, (".dcm",)) and not is_remote(path):  # the slices of a DICOM series are one entry: their folder
+    if is_volume(label, (".dcm",)) and not is_remote(path) and _holds_series(os.path.dirname(path) or "."):  # noqa: PTH120
+        # The slices of a DICOM series are one entry: their folder.
         path, folder = os.path.dirname(path) or ".", folder[:-1]  # noqa: PTH120
         label = f"{os.path.basename(os.path.abspath(path))}.dcm"  # noqa: PTH100, PTH119
     # Links are not resolved, and undecodable bytes are kept.
@@ -110,7 +122,13 @@ def _entry(path: str, folder: tuple[str, ...] = (), problem: str = "") -> ImageE
     return ImageEntry(whole, path, folder=folder, label=label, problem=problem)
 
 
-def _images_of_address(source: str, recursive: bool) -> Iterator[ImageEntry]:
+def _holds_series(folder: str) -> bool:
+    from ..io.dicom import holds_series  # imports NumPy and Pillow, which usage errors do not need
+
+    return holds_series(folder)
+
+
+def _images_of_address(source: str, recursive: bool, others: set[str]) -> Iterator[ImageEntry]:
     """Yield the images at an address. Files of the toolkit are not recognised: they would have to be downloaded."""
     if is_volume(source) or Path(source).suffix.lower() in (*LISTS, ".tar"):
         yield _entry(source, problem="is an address; lists, shards and volumes are read from local files: download it")
@@ -121,10 +139,11 @@ def _images_of_address(source: str, recursive: bool) -> Iterator[ImageEntry]:
         yield _entry(source, problem=str(error))
         return
     entries = [_entry(address, below) for address, below in addresses if is_image(address) and not is_volume(address)]
+    others |= {address for address, _ in addresses}.difference(entry.path for entry in entries)
     yield from entries or [_entry(source, problem="there are no images at this address")]
 
 
-def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
+def _images_of_folder(root: str, recursive: bool, others: set[str]) -> Iterator[ImageEntry]:
     """Yield the images of a folder. Iterative, since a tree may be deeper than the recursion limit of Python."""
     seen: set[tuple[int, int]] = set()
     waiting: list[tuple[str, tuple[str, ...]]] = [(root, ())]
@@ -136,7 +155,7 @@ def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
             if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
-            names = sorted(name for name in os.listdir(folder) if not name.startswith("."))  # noqa: PTH208
+            names = sorted(os.listdir(folder))  # noqa: PTH208
         except OSError as error:
             is_empty = False
             yield _entry(folder, below, f"the folder cannot be listed: {error.strerror}")
@@ -144,15 +163,17 @@ def _images_of_folder(root: str, recursive: bool) -> Iterator[ImageEntry]:
         subfolders, is_own = [], is_output(folder)
         prefix, whole = (os.path.join(root, "") for root in (folder, os.path.abspath(folder)))  # noqa: PTH100, PTH118
         for name in names:
-            path = prefix + name
-            if is_image(name):
+            path, is_hidden = prefix + name, name.startswith(".")
+            if is_image(name) and not is_hidden:
                 is_empty = False
                 problem = _OWN if is_own or is_drawing(path) else ""
                 if is_volume(name, (".dcm",)):
                     yield _entry(path, below, problem)
                 else:  # as `_entry` does, in a fraction of its time
                     yield ImageEntry(whole + name, path, folder=below, label=name, problem=problem)
-            if recursive and os.path.isdir(path):  # noqa: PTH112
+            elif not is_own and name not in _FILES_OF_RUNS and not os.path.isdir(path):  # noqa: PTH112
+                others.add(whole + name)
+            if recursive and not is_hidden and os.path.isdir(path):  # noqa: PTH112
                 subfolders.append((path, (*below, name)))
         waiting += reversed(subfolders)
     if is_empty:

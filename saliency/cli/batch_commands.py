@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
-from ..batch.manifest import write_csv
+from ..batch.manifest import MANIFEST, write_csv
 from ..errors import MethodError, plural, visible
 from .arguments import ALL, METHOD, arguments_of
 from .console import Screen, UsageError, one_line
@@ -151,6 +151,9 @@ def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set
     """Print the failures, the number of images or detections, the speed and the path of the page."""
     for source, method, why in summary.failures:
         screen.error(sentence(source, method, why))
+    more = summary.kinds.total() - len(summary.failures)
+    if summary.failures and more > 0:
+        screen.error(f"{more} more failures are in {summary.folder / MANIFEST}")
     done = f"{summary.done} of {plural(summary.images, counted)} done"
     if summary.fresh:
         minutes, seconds = divmod(summary.seconds, 60)
@@ -164,7 +167,7 @@ def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set
     if summary.removed:
         named = ", ".join(map(visible, summary.removed[:3])) + (", ..." if len(summary.removed) > 3 else "")
         screen.say(f"removed since the last run, overlays kept: {plural(len(summary.removed), 'image')}, {named}")
-    screen.say_left_out(summary.left_out)
+    screen.say_left_out(summary.left_out, summary.others)
     if summary.repeated:
         images, error = plural(summary.repeated.total(), "image"), one_line(next(iter(summary.repeated)))
         screen.say(f"batches repeated in parts after an error: {images} (column repeated of manifest.jsonl), {error}")

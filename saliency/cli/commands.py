@@ -102,17 +102,17 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
     if inputs := named_inputs([*arguments.images, *more_images]):
         return _explain_inputs(arguments, methods, inputs, screen)
     with tempfile.TemporaryDirectory() as scratch:
-        entries, left_out = _find_images(arguments, more_images, texts, Path(scratch))
+        found = _find_images(arguments, more_images, texts, Path(scratch))
         if arguments.out != Path("-"):
-            code = _explain(arguments, methods, entries, screen)
-            screen.say_left_out(left_out)
+            code = _explain(arguments, methods, found.entries, screen)
+            screen.say_left_out(found.left_out, found.others)
             return code
-        writes_more = len(entries) * len(methods) != 1 or any((arguments.sheet, arguments.save, arguments.trust))
+        writes_more = len(found.entries) * len(methods) != 1 or any((arguments.sheet, arguments.save, arguments.trust))
         if writes_more or screen.is_terminal:
             hint = "give one image and one method, and no --sheet, --save or --trust"
             raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
         arguments.out = Path(scratch)
-        code = _explain(arguments, methods, entries, Screen(quiet=True))
+        code = _explain(arguments, methods, found.entries, Screen(quiet=True))
         for overlay in Path(scratch).glob("*.png"):
             sys.stdout.buffer.write(overlay.read_bytes())
         return code
@@ -124,9 +124,9 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], texts: Mapp
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
-    entries, left_out = find_images(files, recursive=arguments.recursive)
-    entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in entries]
-    return Found(with_names([row for entry in entries for row in _once_per_text(entry, texts)]), left_out)
+    found = find_images(files, recursive=arguments.recursive)
+    entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in found.entries]
+    return found._replace(entries=with_names([row for entry in entries for row in _once_per_text(entry, texts)]))
 
 
 def named_inputs(words: Sequence[str]) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     failures = [row for row in comparison.failures if row["error_kind"] not in expected_errors(arguments)]
     for row in failures:
         screen.error(sentence(row["source"], row["method"], row["error"]))
-    screen.say_left_out(comparison.left_out)
+    screen.say_left_out(comparison.left_out, comparison.others)
     if failures:
         failed = plural(len({row["index"] for row in failures}), "image")
         screen.say(Text(f"{failed} with failures; re-run to try again", "red"))

@@ -10,7 +10,8 @@ import io
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
@@ -64,10 +65,14 @@ class Screen:
         line = Text.assemble(("saliency: ", "bold red"), one_line(message))
         self._err.print(line, soft_wrap=not self._err.is_terminal)
 
-    def say_left_out(self, images: int) -> None:
-        """Print how many images of the sources were left out, if any."""
+    def say_left_out(self, images: int, others: Mapping[str, int]) -> None:
+        """Print how many images that saliency wrote and other files, by suffix, were left out, if any."""
         if images:
             self.say(f"left out, since saliency wrote them: {plural(images, 'image')}")
+        if others:
+            most = Counter(others).most_common(4)
+            kinds = ", ".join(f"{visible(kind)} {count}" for kind, count in most) + ", ..." * (len(others) > len(most))
+            self.say(f"left out: {plural(sum(others.values()), 'other file')} ({kinds})")
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
         """Print a table with headers, two spaces between its columns, and no trailing spaces."""

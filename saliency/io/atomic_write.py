@@ -14,10 +14,13 @@ from ..validation import check_choice
 
 # Suffixes of images in a folder. Formats that cannot be read are included, so that they cause an error. A file that is
 # given by its path is read regardless of its suffix.
-_SUFFIXES = ".avif .bmp .gif .heic .heif .j2k .jp2 .jpeg .jpg .jxl .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
+_SUFFIXES = (
+    ".apng .avif .avifs .bmp .dib .gif .heic .heif .j2c .j2k .jfif .jp2 .jpc .jpe .jpeg .jpf .jpg .jpx .jxl .mpo .pbm "
+    ".pfm .pgm .png .pnm .ppm .tif .tiff .webp"
+)
 IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
-_VOLUME_SUFFIXES = (".nii", ".nii.gz", ".dcm")
-_ENDINGS = (*IMAGE_SUFFIXES, *_VOLUME_SUFFIXES)
+_VOLUME_SUFFIXES = (".nii", ".nii.gz")
+_ENDINGS = (*IMAGE_SUFFIXES, *_VOLUME_SUFFIXES, ".dcm")
 
 ADDRESS = "is an address, not a file; download it first, as in: curl -s URL | saliency explain -"
 
@@ -27,7 +30,7 @@ _REACH = 1024  # bytes at the start of a file (PNG, JPEG) or at its end (WebP) t
 
 
 def is_volume(name: str, suffixes: tuple[str, ...] = _VOLUME_SUFFIXES) -> bool:
-    """Return whether a file is a volume, or a slice of a volume, from its name."""
+    """Return whether a file is a volume (NIfTI), from its name. A DICOM file may be an image, or a slice."""
     return name.lower().endswith(suffixes)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, errors_as, warn
 from .atomic_write import ADDRESS, is_address, is_volume
+from .dicom import SUFFIX, holds_series, read_dicom
 from .geometry import Frame
 from .preprocess import Preprocess, PreprocessLike, TransformPreprocess, as_preprocess, drawable, is_deep, locate
 from .volumes import preprocess_volume, read_volume
@@ -32,11 +33,12 @@ Prepare = Preprocess | TransformPreprocess | None
 
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
 
-_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
-_HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx)", re.DOTALL)
+_UNREADABLE = "is damaged, or of a kind that Pillow cannot read (convert it to PNG)"
+_HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx|(mif1|msf1)(?!.*avi[fs]))", re.DOTALL)
 _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
 
@@ -108,16 +110,20 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     Raises:
         ImageError: The file is empty, damaged, too large or not an image.
     """
-    head = file.read(32)
+    head = file.read(132)
+    if head[128:] == b"DICM":
+        file.seek(0)
+        return read_dicom(file, name, max_pixels)
+    head = head[:32]
     readers = [Image.OPEN[name] for name in _FORMATS if name in Image.OPEN]
     accepting = [reader for reader, accepts in readers if accepts is None or accepts(head.ljust(32, b"\0")) is True]
-    if not accepting:
+    if not accepting or _HEIC.match(head):  # the reader of AVIF accepts mif1
         problem = "is not an AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP image" if head else "is empty"
         hint = " but HEIC, the photo format of many phones; save it as JPEG or PNG" if _HEIC.match(head) else ""
         hint = " but XML, as SVG drawings are; save it as PNG" if _XML.match(head) else hint
         raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
-    with errors_as(ImageError, f"{name!r} is damaged"):
+    with errors_as(ImageError, f"{name!r} {_UNREADABLE}"):
         image = accepting[0](file, name)
     return _decode_checked(image, repr(name), max_pixels)
 
@@ -136,7 +142,7 @@ def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Ima
         raise ImageError(f"{name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
         raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
-    with errors_as(ImageError, f"{name} is damaged"):
+    with errors_as(ImageError, f"{name} {_UNREADABLE}"):
         return _without_metadata(_apply_orientation(image))
 
 
@@ -219,8 +225,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
     Paths, files, bytes, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors,
     (C, H, W), (N, C, H, W) or (N, C, D, H, W), are the model's own normalised input. They are used unchanged, and
-    copied only if their device or dtype differs. Paths of volumes (.nii, .nii.gz, .dcm) become such a tensor; see
-    `read_volume` and `preprocess_volume`.
+    copied only if their device or dtype differs. Paths of volumes (.nii, .nii.gz, .dcm of a series) become such a
+    tensor; see `read_volume` and `preprocess_volume`.
 
     Args:
         images: One image, or a sequence of images.
@@ -240,7 +246,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
     inputs: list[Tensor] = []  # (n, C, H, W)
     frames: list[Frame | None] = []
     for image in images:
-        if isinstance(image, str | os.PathLike) and is_volume(os.fsdecode(image)):
+        if isinstance(image, str | os.PathLike) and _is_volume(os.fsdecode(image), prepare):
             image = preprocess_volume(read_volume(image).values, prepare)[None]  # noqa: PLW2901
         if _is_input(image):
             x = _check_input(image, prepare, first=len(frames))
@@ -293,6 +299,12 @@ def _pixel_values(features: Mapping[str, Any]) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values), device="cpu")
 
 
+def _is_volume(path: str, prepare: Prepare) -> bool:
+    """Return whether a path is of a volume, or of a slice of one, unless the preprocessing is of images."""
+    is_slice = path.lower().endswith(SUFFIX) and not isinstance(prepare, Preprocess)
+    return is_volume(path) or (is_slice and holds_series(os.path.dirname(path) or "."))  # noqa: PTH120
+
+
 def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
     """Return whether an image is the model's own input."""
     return isinstance(image, Tensor) and image.is_floating_point()
@@ -320,7 +332,7 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         raise ImageError(f"{label}; expected (C, H, W), (N, C, H, W) or, for volumes and videos, (N, C, D, H, W)")
     if image.numel() == 0:
         raise ImageError(f"{label} is empty; expected at least one image of at least one pixel")
-    if image.ndim < 5 and image.shape[-1] in (1, 3, 4) and min(image.shape[-3:-1]) > 4:
+    if image.ndim == 3 and image.shape[-1] in (1, 3, 4) and min(image.shape[-3:-1]) > 4:
         raise ImageError(f"{label} looks like (H, W, C); expected (C, H, W): permute its axes")
     is_plain = type(image).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not is_plain or image.layout != torch.strided or image.is_meta or image.itemsize == 1:
@@ -336,7 +348,8 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     ranges = torch.stack(extremes).view(-1, 2).tolist()
     for index, (low, high) in enumerate(ranges, start=first):
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise NonFiniteError(f"image {index} holds NaN or infinity; it cannot be explained")
+            hint = "replace them, as x.nan_to_num() does, for a file in its preprocessing"
+            raise NonFiniteError(f"image {index} holds NaN or infinity; {hint}")
     if x.ndim == 4 and x.shape[1] in (1, 3, 4):
         for index, (low, high) in enumerate(ranges, start=first):
             if _warn_of_range(index, low, high, prepare):

@@ -59,7 +59,8 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
     least, most = float(values.min()), float(values.max())
     if math.isnan(least):
         raise NonFiniteError("the image holds NaN")
-    if range is None:
+    limits: Range | None = range or image.info.get("range")  # of a DICOM file
+    if limits is None:
         hint = "state the range of the pixels, preprocess=saliency.Preprocess(range=(low, high))"
         if image.mode == "F":
             raise ImageError(f"the image has floating-point pixels, which have no agreed range; {hint}")
@@ -70,7 +71,8 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
                 f"a 16-bit image lies below {_DARK} of {_DEEPEST}, so the model sees it almost black; {hint}, for "
                 f"example range=(0, {_highest(most)})"
             )
-    low, high = range or (0, _DEEPEST)
+    low, high = limits or (0, _DEEPEST)
+    low, high = (high, low) if image.info.get("inverted") else (low, high)
     scaled = ((values - low) * (255 / (high - low))).clip(0, 255)
     return Image.fromarray(scaled)
 
@@ -373,12 +375,10 @@ class TransformPreprocess:
             ImageError: The callable did not return one tensor (C, H, W).
         """
         transform: Any = self.transform
-        if self.is_processor:
-            if is_deep(image):  # processors read images of 8 bits only
-                image = _rounded(scaled_grey(image, None))
-            x = transform(images=image, return_tensors="pt")["pixel_values"][0]
-        else:
-            x = transform(image)
+        if self.takes_8_bits(image):
+            image = _rounded(scaled_grey(image, None))
+        is_processor = self.is_processor
+        x = transform(images=image, return_tensors="pt")["pixel_values"][0] if is_processor else transform(image)
         if not isinstance(x, Tensor) or x.ndim != 3 or x.numel() == 0 or not x.is_floating_point():
             came = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             expected = "floating-point values of shape (C, H, W), as ToTensor returns"
@@ -389,6 +389,10 @@ class TransformPreprocess:
     def is_processor(self) -> bool:
         """Whether this is an image processor of Hugging Face."""
         return "pixel_values" in getattr(self.transform, "model_input_names", ())
+
+    def takes_8_bits(self, image: Image.Image) -> bool:
+        """Return whether a deep image is scaled to 8 bits: for processors, and by the window of a DICOM file."""
+        return is_deep(image) and (self.is_processor or "range" in image.info)
 
     @cached_property
     def input_range(self) -> tuple[float, float]:
@@ -421,7 +425,7 @@ def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box
     Warns:
         SaliencyWarning: A crop keeps less than half of the image's shorter edge.
     """
-    if isinstance(prepare, TransformPreprocess) and is_deep(image) and not prepare.is_processor:
+    if isinstance(prepare, TransformPreprocess) and is_deep(image) and not prepare.takes_8_bits(image):
         box = prepare.box(image.size, _highest(float(np.asarray(image).max())))
     else:
         box = prepare.box(image.size)

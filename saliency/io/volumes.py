@@ -63,7 +63,7 @@ def read_volume(path: str | os.PathLike[str]) -> Volume:
     """
     name = os.fsdecode(path)
     with errors_as(ImageError, f"{name!r} cannot be read"):
-        return _read_nifti(name) if is_volume(name, (".nii", ".nii.gz")) else _read_series(Path(name))
+        return _read_nifti(name) if is_volume(name) else _read_series(Path(name))
 
 
 def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None) -> Tensor:

@@ -428,6 +428,8 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
                 reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"
+            if axes == [4] and args[0].shape[-1] in (1, 3, 4) and min(args[0].shape[1:3]) > 4:
+                reason += "; the tensor looks like (N, H, W, C): pass x.permute(0, 3, 1, 2)"
             if "missing" in reason and "argument" in reason:
                 reason += '; pass other arguments as forward_args, and several images by name, {"rgb": image, ...}'
             if "input_ids" in reason:

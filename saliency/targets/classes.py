@@ -461,7 +461,7 @@ def _example_target(output: Any) -> str:
 
 
 def as_categories(like: Any) -> tuple[str, ...]:
-    """Convert a sequence of names, or a mapping of index to name, to class names in the order of the output.
+    """Convert a sequence of names, or a mapping of index to name or back, to class names in the order of the output.
 
     Raises:
         TargetError: `like` is neither of these, or contains something other than names.
@@ -469,6 +469,8 @@ def as_categories(like: Any) -> tuple[str, ...]:
     if isinstance(like, PartialNames):
         return like
     kind: type[tuple[str, ...]] = tuple
+    if isinstance(like, Mapping) and all(is_integer(index, least=0) for index in like.values()):
+        like = {index: name for name, index in like.items()}  # class_to_idx of torchvision's datasets
     if isinstance(like, Mapping) and like and all(is_integer(key, least=0) for key in like):
         size = max(like) + 1
         kind = tuple if len(like) == size else PartialNames

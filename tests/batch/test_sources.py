@@ -46,6 +46,20 @@ def test_a_folder_gives_its_images_sorted_by_name(tmp_path: Path) -> None:
     assert names(find_images([tmp_path]), tmp_path) == ["a.webp", "b.JPG"]
 
 
+@pytest.mark.parametrize("suffix", [".jfif", ".jpe", ".mpo", ".apng", ".dib", ".jpx", ".pfm", ".avifs"])
+def test_every_format_that_is_read_is_taken_from_a_folder(tmp_path: Path, suffix: str) -> None:
+    image = Image.effect_noise((20, 10), 90)
+    (image.convert("F") if suffix == ".pfm" else image.convert("RGB")).save(tmp_path / f"a{suffix}")
+    (entry,) = find_images([tmp_path])
+    assert entry.open().size == (20, 10)
+
+
+def test_other_files_of_folders_are_counted_by_suffix(tmp_path: Path) -> None:
+    touch(tmp_path, "a.png", "b.TGA", "c.tga", "README", ".d.png", "sub.x/e.ico", ".git/f")
+    assert sources.find_images([tmp_path, tmp_path]).others == {".tga": 2, "no suffix": 1, "hidden": 1}
+    assert sources.find_images([tmp_path], recursive=True).others[".ico"] == 1
+
+
 def test_images_of_unsupported_formats_are_listed(tmp_path: Path) -> None:
     touch(tmp_path, "a.jpg", "b.HEIC", "c.jxl")
     assert names(find_images([tmp_path]), tmp_path) == ["a.jpg", "b.HEIC", "c.jxl"]
@@ -106,7 +120,7 @@ def test_the_files_of_a_run_are_left_out(tmp_path: Path) -> None:
     kept = ["a.png", "out/c.png", "site/thumbnails/e.png", "thumbnails/d.png"]
     each_named = [f"{tmp_path}/{name}" for name in ("a.png", *made, *others, "out", "site/thumbnails", "thumbnails")]
     for words in ([str(tmp_path)], [f"{tmp_path}/**/*.*g", f"{tmp_path}/**/*.webp"], each_named):
-        found, left_out = sources.find_images(words, recursive=True)
+        found, left_out, _ = sources.find_images(words, recursive=True)
         assert names(found, tmp_path) == kept
         assert left_out == len(made)
 
@@ -120,14 +134,14 @@ def test_overlays_are_recognised_by_their_metadata_in_every_format(tmp_path: Pat
         drawing.save(tmp_path / f"{name}.{suffix}")
     touch(tmp_path, "empty.image.png")
     os.mkfifo(tmp_path / "no.file.png")  # opening it would block
-    found, left_out = sources.find_images([tmp_path])
+    found, left_out, _ = sources.find_images([tmp_path])
     assert names(found, tmp_path) == sorted(
         [f"{name}.{suffix}" for name in ("cat", "my.cat", "sheet.of.music")] + ["empty.image.png", "no.file.png"]
     )
     assert left_out == 2
     shell = [str(path) for path in tmp_path.iterdir()]  # as a shell expands a pattern
     assert sources.find_images(shell).left_out == 2
-    (alone,), left_out = sources.find_images([tmp_path / f"cat.grad_cam.{suffix}"])
+    (alone,), left_out, _ = sources.find_images([tmp_path / f"cat.grad_cam.{suffix}"])
     assert left_out == 1
     with pytest.raises(ImageError, match="is a file that saliency wrote"):
         alone.open()

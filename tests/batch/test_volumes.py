@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import saliency
 from saliency.batch import BatchError, batch
 from saliency.cli import main
-from saliency.errors import ImageError
+from saliency.errors import ImageError, NonFiniteError
+from saliency.io.inputs import read
 from saliency.io.volumes import read_volume
 from tests.batchwork import assert_same, noise, rows
 
@@ -324,3 +325,69 @@ def test_attribute_reads_the_file_of_a_volume(tmp_path: Path) -> None:
     (tmp_path / "five.nii").write_bytes(nibabel.Nifti1Image(np.zeros((2, 2, 2, 1, 3)), STRAIGHT).to_bytes())
     with pytest.raises(ImageError, match=r"shape \(2, 2, 2, 1, 3\); expected \(X, Y, Z\)"):
         read_volume(tmp_path / "five.nii")
+
+
+def write_xray(path: Path, **changes: Any) -> Path:
+    """Write a DICOM file of one image, with the stored values 0, 10, ... in its columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = pydicom.Dataset()
+    file.file_meta = pydicom.dataset.FileMetaDataset()
+    file.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = pydicom.uid.CTImageStorage, "1.2", "1.2"
+    file.Columns, file.Rows, file.SamplesPerPixel, file.PhotometricInterpretation = 32, 24, 1, "MONOCHROME2"
+    file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = 16, 12, 11, 0
+    file.RescaleSlope, file.RescaleIntercept, file.WindowCenter, file.WindowWidth = 2, -100, [150.5, 9], [201, 9]
+    for name, value in changes.items():
+        setattr(file, name, value)
+    file.PixelData = np.tile(np.arange(0, 320, 10, dtype=np.uint16), (24, 1)).tobytes()
+    file.save_as(path, enforce_file_format=True)
+    return path
+
+
+@pytest.mark.parametrize("window", [None, (0.0, 400.0)])
+@pytest.mark.parametrize("kind", ["MONOCHROME1", "MONOCHROME2"])
+def test_a_dicom_file_of_one_image_is_read_in_its_units_by_its_window(
+    tmp_path: Path, kind: str, window: tuple[float, float] | None
+) -> None:
+    path = write_xray(tmp_path / "x.dcm", PhotometricInterpretation=kind)
+    prepare = saliency.Preprocess(resize=False, mean=(0,), std=(1,), range=window)
+    (frame,), x = (batch := read(path, prepare)).frames, batch.inputs
+    low, high = window or (50, 250)
+    expected = ((np.arange(0, 320, 10) * 2 - 100 - low) / (high - low)).clip(0, 1)
+    expected = 1 - expected if kind == "MONOCHROME1" else expected
+    assert x[0, 0, 0].numpy() == pytest.approx(expected, abs=1e-5)
+    assert frame is not None
+    assert np.asarray(frame.image)[0, :, 0] / 255 == pytest.approx(expected, abs=0.003)
+    if window is None:  # a function gets an RGB image
+        of_function = read(path, lambda image: torch.from_numpy(np.asarray(image) / 255).permute(2, 0, 1))
+        assert of_function.inputs[0, 0, 0].numpy() == pytest.approx(expected, abs=0.003)
+
+
+def test_xrays_of_a_folder_are_images_and_a_slice_is_one_for_a_model_of_images(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_xray(tmp_path / "in" / f"{name}.dcm")
+    model = Squares()
+    model.preprocess = saliency.Preprocess(size=(16, 16))
+    batch(tmp_path / "in", tmp_path / "out", model, ["input_x_gradient"], target=0)
+    assert [(row["id"], row["error"]) for row in rows(tmp_path / "out")] == [("a", None), ("b", None), ("c", None)]
+    (frame,) = read(write_series(tmp_path / "ct") / "03.dcm", model.preprocess).frames
+    assert frame is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"NumberOfFrames": 3}, "has 3 frames, a volume; convert it to NIfTI"),
+        ({"PhotometricInterpretation": "PALETTE COLOR"}, "of the kind PALETTE COLOR; convert it to PNG"),
+        ({"Rows": 9999}, "cannot be decoded .* decompress it"),
+    ],
+)
+def test_a_dicom_file_that_is_no_single_image_names_its_cure(tmp_path: Path, changes: Any, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
+        read(write_xray(tmp_path / "x.dcm", **changes), saliency.Preprocess())
+
+
+def test_a_volume_with_nan_names_the_cure(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.full(SIZE, np.nan, np.float32), STRAIGHT), tmp_path / "scan.nii")
+    with pytest.raises(NonFiniteError, match=r"nan_to_num\(\) does, for a file in its preprocessing"):
+        read(tmp_path / "scan.nii")

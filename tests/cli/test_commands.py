@@ -106,7 +106,7 @@ def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Call
         with Image.open(photo) as original, Image.open(tmp_path / f"{photo.stem}.grad_cam.png") as drawn:
             assert drawn.size == original.size
     assert f"5 overlays of 5 images in {tmp_path}/\n" in answer.out
-    assert answer.out.endswith(f"contact sheet: {tmp_path / 'sheet.png'}\n")
+    assert f"contact sheet: {tmp_path / 'sheet.png'}\n" in answer.out
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
     assert answer.code == 1
     assert names(tmp_path / "out") == ["fine.grad_cam.png", "sheet.png"]
     for reason in (
-        "broken.jpg is damaged: image file is truncated",
+        "broken.jpg is damaged, or of a kind that Pillow cannot read (convert it to PNG): image file is truncated",
         "empty.png is empty",
         "folder.png is a folder",
         "notes.doc is not an AVIF",

@@ -79,6 +79,22 @@ def test_the_output_folder_may_be_that_of_the_photos(run: Run, source: Path) -> 
     assert "left out, since saliency wrote them: 30 images" in out
 
 
+def test_the_summary_counts_the_files_that_are_not_images(run: Run, source: Path, tmp_path: Path) -> None:
+    for name in ("a.tga", "b.tga", "c.ico", "d.raw", "e.xyz", ".f.png"):
+        (source / name).touch()
+    out = run(source, "--limit", 1, "--out", tmp_path / "out")[1]
+    assert "left out: 6 other files (.tga 2, " in out
+    assert ", ...)" in out
+
+
+def test_failures_above_twenty_are_counted_with_their_file(run: Run, source: Path, tmp_path: Path) -> None:
+    for number in range(23):
+        (source / f"bad{number}.png").touch()
+    _, _, err = run(source, "--out", tmp_path / "out")
+    assert err.count("is empty") == 20
+    assert f"3 more failures are in {tmp_path}/out/manifest.jsonl" in err
+
+
 @pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
 def test_paths_may_come_through_a_pipe(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: bytes

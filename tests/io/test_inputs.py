@@ -21,9 +21,10 @@ import torch
 from PIL import Image, ImageFile
 from torch import Tensor
 
-from saliency.errors import ImageError, NonFiniteError, SaliencyWarning
+from saliency.errors import ImageError, ModelError, NonFiniteError, SaliencyWarning
 from saliency.io.inputs import Bytes, open_image, read
 from saliency.io.preprocess import Preprocess, drawable
+from saliency.model.call import call
 
 Path = pathlib.Path
 PLAIN = Preprocess((8, 8), (8, 8), (0.0,) * 3, (1.0,) * 3)
@@ -510,7 +511,6 @@ def test_nan_and_infinity_are_refused_with_the_image_they_are_in(value: float) -
         (torch.zeros(8, 8), r"expected \(C, H, W\), \(N, C, H, W\) or"),
         (torch.zeros(1, 1, 1, 3, 8, 8), r"shape \(1, 1, 1, 3, 8, 8\)"),
         (torch.zeros(8, 8, 3), r"looks like \(H, W, C\)"),
-        (torch.zeros(2, 8, 8, 3), r"looks like \(H, W, C\)"),
         (torch.zeros(3, 8, 8, dtype=torch.int32), "torch.int32"),
         (torch.zeros(3, 8, 8, dtype=torch.bool), "torch.bool"),
         (torch.zeros(3, 8, 8, dtype=torch.complex64), "torch.complex64"),
@@ -613,3 +613,22 @@ def test_files_that_are_no_images_are_refused_by_name(tmp_path: Path) -> None:
         ):
             with pytest.raises(ImageError, match=message):
                 open_image(file)  # type: ignore[arg-type] # a text file
+
+
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_a_batch_of_narrow_images_is_taken_and_a_refusing_model_gets_the_hint(width: int) -> None:
+    x = torch.randn(2, 8, 8, width)
+    assert torch.equal(read(x).inputs, x)
+    with pytest.raises(ModelError, match=r"looks like \(N, H, W, C\): pass x.permute"):
+        call(torch.nn.Conv2d(3, 1, 1), (x,))
+
+
+def test_a_healthy_file_that_pillow_cannot_read_is_to_be_converted() -> None:
+    file = io.BytesIO()
+    Image.new("F", (4, 3)).save(file, "TIFF")
+    bits = b"\x02\x01\x03\x00\x01\x00\x00\x00"
+    assert bits + b"\x20" in file.getvalue()
+    with pytest.raises(ImageError, match=r"Pillow cannot read \(convert it to PNG\): unknown pixel mode"):
+        open_image(file.getvalue().replace(bits + b"\x20", bits + b"\x40"))
+    with pytest.raises(ImageError, match="but HEIC"):
+        open_image(b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic")

@@ -31,7 +31,7 @@ from saliency import (
 from saliency.attribution.questions import Questions
 from saliency.errors import NonFiniteError, SaliencyError, TargetError
 from saliency.render.blending import probability as probability_text
-from saliency.targets.classes import as_target, output_tensor
+from saliency.targets.classes import as_categories, as_target, output_tensor
 from saliency.targets.question import Images
 from saliency.testing import tiny_model, tiny_model_for
 from saliency.testing.case import images
@@ -906,3 +906,8 @@ def test_a_detector_takes_several_functions_and_one_for_each_image(name: str) ->
         torch.testing.assert_close(explanation.values, method.attribute(x, target).values)
     torch.testing.assert_close(mixed.values, torch.stack([second.values[0], first.values[1]]))
     assert mixed.target_names == ("all_boxes", "surest")
+
+
+def test_class_to_idx_of_a_dataset_is_taken_as_class_names() -> None:
+    assert as_categories({"dog": 1, "cat": 0}) == ("cat", "dog")
+    assert as_categories({"dog": 2})[2] == "dog"
