@@ -504,12 +504,16 @@ def per_image(classes: Any, images: int) -> list[Any]:
     """Return one class per image; a single class applies to all. Raises TargetError for a wrong number or shape."""
     if isinstance(classes, Tensor | np.ndarray):
         if classes.ndim > 1:
-            raise TargetError(f"got a target of shape {tuple(classes.shape)}; expected (N,), one class per image")
+            hint = "; for scores or one-hot rows, pass target.argmax(1)" if classes.ndim == 2 else ""
+            raise TargetError(f"got a target of shape {tuple(classes.shape)}; expected (N,), one class per image{hint}")
         classes = classes.tolist()
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes] * images
     if len(classes) != images:
         hint = "pass one for all, or one per image (several classes of one image: attribute_classes)"
+        is_one_hot = len(classes) > 2 and max(map(str, classes)) in ("1", "1.0") and sum(map(bool, classes)) == 1
+        if images == 1 and is_one_hot:
+            hint = f"it looks one-hot; pass the class, {[*map(bool, classes)].index(True)}"
         raise TargetError(f"got {len(classes)} targets for {plural(images, 'image')}; {hint}")
     return list(classes)
 
