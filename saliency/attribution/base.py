@@ -44,7 +44,7 @@ from ..model.layers import LayoutFunction, as_layout, find, trace_layers
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..targets.language import parse_target
 from ..targets.question import Question, QuestionFacts, Target
-from ..validation import Registry, check_choice
+from ..validation import Registry, check_choice, described
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
 from .inputs import InputExplanations, image_hint
@@ -300,7 +300,9 @@ class Attribution(HasOptions, ABC):
         if unknown:
             refuse_keywords(unknown, self.attribute_classes, self)
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
-            raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
+            raise MethodError(
+                f"expected a list of targets, got {described(targets)}; for a single target use attribute"
+            )
         batch = self.read(inputs)
         with self.call(batch, targets, forward_args):
             return self.explain_batch(batch, targets)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import TargetError, did_you_mean, plural
 from ..io.geometry import Geometry
-from ..validation import is_integer
+from ..validation import described, is_integer
 from .question import Categories, Images, Link, PartialNames, Question, QuestionBatch, Score, Target, one_score_each
 
 TargetLike: TypeAlias = (
@@ -563,7 +563,7 @@ def class_number(label: Any) -> int:
     """Return a class index as an int. Raises TargetError unless it is a non-negative integer."""
     label = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
     if not is_integer(label, least=None):
-        raise TargetError(f"expected a class index or a class name, got {label!r} ({type(label).__name__})")
+        raise TargetError(f"expected a class index or a class name, got {described(label)} ({type(label).__name__})")
     if int(label) < 0:
         raise TargetError(f"class {label} is negative; classes are numbered from 0")
     return int(label)
