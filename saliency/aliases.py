@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, wraps
 from importlib import resources
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from inspect import CO_VARKEYWORDS
+from types import FunctionType
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from .errors import did_you_mean
 
@@ -36,6 +38,25 @@ def option_hint(name: str, names: Collection[str]) -> str:
     for advice in matches(name, "advice"):
         return f"; {advice}"
     return did_you_mean(name, names) or (f"; the options are {', '.join(names)}" if names else "; there are no options")
+
+
+def answer_keywords(value: _R) -> _R:
+    """Return a function that answers unknown keywords as methods do; anything else is returned unchanged.
+
+    A function that takes any keyword, or that is decorated, answers them itself.
+    """
+    if not isinstance(value, FunctionType) or hasattr(value, "__wrapped__") or value.__code__.co_flags & CO_VARKEYWORDS:
+        return value
+    names = dict.fromkeys(inspect.signature(value).parameters)
+
+    @wraps(value)
+    def answered(*arguments: Any, **keywords: Any) -> Any:
+        for name in keywords:
+            if name not in names:
+                raise TypeError(f'{value.__name__} has no argument "{name}"{option_hint(name, names)}')
+        return value(*arguments, **keywords)
+
+    return cast("_R", answered)
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:

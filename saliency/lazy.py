@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from .aliases import answer_keywords
 from .errors import did_you_mean
 
 
@@ -29,8 +30,10 @@ def attach(
             raise AttributeError(f'{module} has no "{name}"{hint(name, names)}', name=name, obj=None)
         if homes[name] == ".":
             return import_module(f".{name}", package)
-        value: object = getattr(import_module(homes[name], package), name)
-        vars(sys.modules[module])[name] = value
+        home = import_module(homes[name], package)
+        value: object = answer_keywords(getattr(home, name))
+        # Also where it is defined, where `pickle` finds it.
+        vars(home)[name] = vars(sys.modules[module])[name] = value
         return value
 
     return load, names.copy, names

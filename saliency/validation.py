@@ -10,6 +10,7 @@ from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 from .aliases import matches
 from .errors import MethodError, SaliencyError, did_you_mean
 
+_LONGEST = 80  # of a value in an error, in characters
 _Choice = TypeVar("_Choice")
 _Entry = TypeVar("_Entry")
 
@@ -31,6 +32,8 @@ class Registry(dict[str, _Entry]):
 
     def find(self, name: object) -> _Entry:
         """Return the class with this name. Raises MethodError for another name, with the closest names."""
+        if isinstance(name, type):
+            raise MethodError(f"got the class {name.__name__}; create an object of it, {name.__name__}(...)")
         if not isinstance(name, str) or name not in self:
             raise MethodError(self._missing(name))
         return self[name]
@@ -48,7 +51,7 @@ def check_choice(
     """Return `choice` if it is one of `choices`; otherwise raise `error` with the closest choices."""
     if not isinstance(choice, str | int | float) or choice not in choices:
         hint = did_you_mean(str(choice), map(str, choices))
-        raise error(f"{option}={choice!r} is not one of {', '.join(map(repr, choices))}{hint}")
+        raise error(f"{option}={described(choice)} is not one of {', '.join(map(repr, choices))}{hint}")
     return choice
 
 
@@ -58,7 +61,7 @@ def check_integer(
     """Return `value` as an int if it is an integer of at least `least`; otherwise raise `error`, ending in `hint`."""
     if not is_integer(value, least):
         bound = "" if least is None else f" of at least {least}"
-        raise error(f"{option}={value!r} is not a whole number{bound}{hint}")
+        raise error(f"{option}={described(value)} is not a whole number{bound}{hint}")
     return int(value)
 
 
@@ -83,20 +86,28 @@ def check_number(
     )
     if math.isnan(number) or not all(holds for _, _, holds in bounds):
         wanted = " and ".join(f"{words} {bound:g}" for words, bound, _ in bounds if bound is not None)
-        raise error(f"{option}={value!r} is not a finite number {wanted}".rstrip() + hint)
+        raise error(f"{option}={described(value)} is not a finite number {wanted}".rstrip() + hint)
     return number
 
 
 def check_numbers(option: str, values: object, **bounds: Any) -> tuple[float, ...]:
     """Return a list of numbers, each checked as in `check_number`. Raises MethodError for any other value."""
     if not isinstance(values, list | tuple) or not values:
-        raise MethodError(f"{option}={values!r}: expected a list of numbers, such as (0.1, 0.2)")
+        raise MethodError(f"{option}={described(values)}: expected a list of numbers, such as (0.1, 0.2)")
     return tuple(check_number(option, value, **bounds) for value in values)
 
 
 def check_flag(option: str, value: object) -> bool:
     """Return `value` if it is True or False; otherwise raise MethodError."""
     return bool(check_choice(option, value, (True, False)))
+
+
+def described(value: object) -> str:
+    """Return a value for an error message: its type, and its shape if it has one, instead of a long text."""
+    text, name = repr(value), type(value).__name__
+    if shape := getattr(value, "shape", ()):
+        return f"{name} of shape {tuple(shape)}"
+    return text if len(text) <= _LONGEST and "\n" not in text else name
 
 
 def is_integer(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:

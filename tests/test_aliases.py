@@ -18,6 +18,7 @@ from saliency import METHODS, aliases
 from saliency.aliases import option_hint, public_hint
 from saliency.errors import MethodError, closest
 from saliency.metrics import METRICS
+from saliency.render.figure import draw_maps
 from saliency.testing import tiny_model
 from tests.models import PooledNet
 
@@ -86,7 +87,9 @@ def test_an_option_that_was_renamed_is_answered_by_its_new_name(cls: Any, old: s
 
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
-    assert set(aliases.table("options")) <= options | set(inspect.signature(saliency.Attribution.attribute).parameters)
+    for function in (saliency.Attribution.attribute, saliency.overlay):
+        options |= set(inspect.signature(function).parameters)
+    assert set(aliases.table("options")) <= options | set(inspect.signature(draw_maps).parameters)
     for name in aliases.table("public"):
         attrgetter(name.partition("(")[0])(saliency)
     for names in (*aliases.table("public").values(), *aliases.table("absent").values()):
@@ -97,6 +100,50 @@ def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     # Several options may share a spelling of others, but a method answers it with one of them.
     assert "is called steps here" in option_hint("n_iter", saliency.IntegratedGradients.parameters())
     assert "is called passes here" in option_hint("n_iter", saliency.SmoothGrad.parameters())
+
+
+FOREIGN_KEYWORDS = [
+    ("overlay", "alpha", "it is called opacity here"),
+    ("overlay", "cmap", "it is called colormap here"),
+    ("contact_sheet", "cmap", "it is called colormap here"),
+    ("figure", "cmap", "it is called colormap here"),
+    ("figure", "ncols", "it is called columns here"),
+    ("figure", "figsize", r"it returns a matplotlib Figure: figure\(result\)\.set_size_inches"),
+    ("heatmap", "normalize", "values keep their units"),
+    ("load", "pretrained", "weights are pretrained by default; weights=None"),
+    ("load", "device", "move the model to the device"),
+    ("load", "bogus", "the options are name, weights, preprocess, categories"),
+]
+
+
+@pytest.mark.parametrize(("function", "keyword", "hint"), FOREIGN_KEYWORDS)
+def test_every_public_function_answers_foreign_keywords(function: str, keyword: str, hint: str) -> None:
+    explanation = saliency.GradCAM(MODEL).attribute(X, 1)
+    with pytest.raises(TypeError, match=rf'{function} has no (argument|option) "{keyword}".*; {hint}'):
+        getattr(saliency, function)(explanation, **{keyword: 1})
+
+
+def test_functions_that_answer_keywords_keep_their_signature_help_and_pickle() -> None:
+    for function in (saliency.overlay, saliency.heatmap, saliency.load):
+        assert function is pickle.loads(pickle.dumps(function))
+        assert "keywords" not in inspect.signature(function).parameters
+        assert function.__doc__
+        assert function.__module__.startswith("saliency.")
+
+
+@pytest.mark.parametrize(
+    ("cls", "option", "ours"),
+    [
+        (saliency.SmoothGrad, "steps", "passes"),
+        (saliency.IntegratedGradients, "passes", "steps"),
+        (saliency.KernelSHAP, "baseline", "fill"),
+        (saliency.IntegratedGradients, "fill", "baseline"),
+        (saliency.GradCAM, "class_names", "categories"),
+    ],
+)
+def test_an_option_of_other_methods_is_answered_by_the_one_of_this_method(cls: Any, option: str, ours: str) -> None:
+    with pytest.raises(TypeError, match=f'no option "{option}"; it is called {ours} here'):
+        cls(MODEL, **{option: 3})
 
 
 PAIRS = {
@@ -181,6 +228,8 @@ def test_a_method_that_is_called_shows_the_call() -> None:
         ("draw_trust", "it is called figure here"),
         ("draw_ledger", r"it is called figure\(ledger_table\(explanation\)\) here"),
         ("draw_answer", "it is called word_sheet here"),
+        ("plot", "it is called overlay here"),
+        ("explain", r"it is called GradCAM\(model\)\.attribute\(image, target\) here"),
         ("KPCA_CAM", "not offered here; nearest: EigenCAM"),
     ],
 )
@@ -206,7 +255,12 @@ def test_a_with_block_shows_the_call() -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("show", r"saliency\.overlay\(explanation\)"), ("heatmap", r"saliency\.heatmap\(explanation\)"), ("zzz", "$")],
+    [
+        ("show", r"saliency\.overlay\(explanation\)"),
+        ("heatmap", r"saliency\.heatmap\(explanation\)"),
+        ("value", r"explanation\.values"),
+        ("zzz", "$"),
+    ],
 )
 def test_a_drawing_method_of_a_result_is_answered_by_the_function(name: str, hint: str) -> None:
     explanation = saliency.GradCAM(MODEL).attribute(X, 1)

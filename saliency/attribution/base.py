@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..aliases import known_keywords, refuse_keywords
-from ..errors import MethodError, NonFiniteError, TargetError, plural, warn
+from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
 from ..io.geometry import Frame
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
@@ -45,10 +45,10 @@ from ..model.layers import LayoutFunction, as_layout, find, trace_layers
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..targets.language import parse_target
 from ..targets.question import Question, QuestionFacts, Target
-from ..validation import Registry, check_choice
+from ..validation import Registry, check_choice, described
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
-from .inputs import InputExplanations
+from .inputs import InputExplanations, image_hint
 from .options import (
     ConvertedOption,
     HasOptions,
@@ -123,7 +123,7 @@ class Attribution(HasOptions, ABC):
         check=lambda method, model: unwrap(model), kw_only=False
     )
     preprocess: ConvertedOption[PreprocessLike | None, Prepare] = ConvertedOption(
-        None, lambda name, like: as_preprocess(like)
+        None, lambda name, like: as_preprocess(_called(like))
     )
     categories: ConvertedOption[Sequence[str] | Mapping[int, str] | None, tuple[str, ...] | None] = ConvertedOption(
         None, lambda name, like: as_categories(like)
@@ -231,7 +231,7 @@ class Attribution(HasOptions, ABC):
     @known_keywords
     def attribute(
         self,
-        inputs: Any,
+        inputs: Any = inspect.Parameter.empty,  # shown as required; see `_refuse_call`
         target: TargetLike = None,
         *,
         forward_args: ForwardArgs = (),
@@ -267,12 +267,19 @@ class Attribution(HasOptions, ABC):
         Warns:
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
+        if inputs is inspect.Parameter.empty or not isinstance(self, Attribution):
+            _refuse_call(self)
         if unknown:
             refuse_keywords(unknown, self.attribute, self)
         if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, forward_args):
             several = ModelInputs(self.model, inputs, lambda name: self.of_input(name).preprocess)
             return self._explain_inputs(several, target, several.named(forward_args), explain)
-        batch = self.read(inputs)
+        try:
+            batch = self.read(inputs)
+        except ImageError as error:
+            if hint := image_hint(inputs, target):
+                raise ImageError(f"{error}; {hint}") from error
+            raise
         with self.call(batch, [target], forward_args):
             return self.explain_batch(batch, [target])[0]
 
@@ -295,7 +302,9 @@ class Attribution(HasOptions, ABC):
         if unknown:
             refuse_keywords(unknown, self.attribute_classes, self)
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
-            raise MethodError(f"expected a list of targets, got {targets!r}; for a single target use attribute")
+            raise MethodError(
+                f"expected a list of targets, got {described(targets)}; for a single target use attribute"
+            )
         batch = self.read(inputs)
         with self.call(batch, targets, forward_args):
             return self.explain_batch(batch, targets)
@@ -514,6 +523,21 @@ class Attribution(HasOptions, ABC):
         read = {name: value for name in ("layer", "layers") if (value := getattr(self, name, None))}
         options = "".join(f", {name}={value!r}" for name, value in (read | dict(self.settings)).items())
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
+
+
+def _refuse_call(method: object) -> NoReturn:
+    """Raise TypeError: `attribute` was called without an image, or on a class, whose first argument is the image."""
+    name = type(method).__name__ if isinstance(method, Attribution) else "GradCAM"
+    raise TypeError(f"attribute takes an image, and belongs to a method of a model: {name}(model).attribute(image)")
+
+
+def _called(like: Any) -> Any:
+    """Return a preprocessing. Raises MethodError for a class, or torchvision's `weights.transforms`: call them."""
+    inner = getattr(like, "transform", like)
+    maker = inner.func if isinstance(inner, partial) else inner
+    if isinstance(maker, type):
+        raise MethodError(f"preprocess is the class {maker.__name__}; call it, as in weights.transforms()")
+    return like
 
 
 def _reading(model: nn.Module, batches: Sequence[Batch]) -> frozenset[Reading]:

@@ -8,11 +8,13 @@ summed; of magnitudes, the largest of the channels is taken (Simonyan 2013).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ..errors import NonFiniteError, RenderError
@@ -61,6 +63,8 @@ def require_explanation(value: object, name: str) -> None:
     """Raise RenderError unless a value is an explanation. `name` is the function that takes it."""
     if not isinstance(value, Explanation):
         hint = "; take the one of an input, result[NAME]" if isinstance(value, Mapping) else ""
+        if isinstance(value, str | os.PathLike | Image.Image):
+            hint = "; the explanation comes first, as in overlay(explanation, image)"
         raise RenderError(
             f"{name} takes an Explanation, the result of attribute(...); got {type(value).__name__}{hint}"
         )

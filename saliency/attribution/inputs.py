@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ..model.inputs import Key
 from .explanation import Explanation
@@ -84,3 +86,19 @@ class InputExplanations(Mapping[Any, Explanation]):
             files.append(file.with_suffix(f".{label.replace('/', '_')}{file.suffix}"))
             explanation.save(files[-1])
         return files
+
+
+def image_hint(image: object, target: object) -> str:
+    """Return the cure if swapped arguments, or several images, came as the image; else an empty text."""
+    is_file = isinstance(target, str | os.PathLike) and Path(target).is_file()
+    if is_file or isinstance(target, Image.Image) or getattr(target, "ndim", 0) > 2:
+        return "the target comes second: attribute(image, target)"
+    if isinstance(image, DataLoader):
+        return "explain each batch: for images, labels in loader: method.attribute(images, labels)"
+    if isinstance(image, str) and {*"*?"} & {*image}:
+        return f"explain each file: for path in glob.glob({image!r}): method.attribute(path)"
+    if isinstance(image, Iterator):
+        return "explain each image: for image in images: method.attribute(image)"
+    if isinstance(image, str | os.PathLike) and Path(image).is_dir():
+        return 'explain a folder by saliency.batch(folder, "maps")'
+    return ""

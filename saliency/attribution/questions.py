@@ -27,6 +27,7 @@ from ..targets.classes import TargetLike, as_target
 from ..targets.language import parse_target
 from ..targets.question import Categories, Images, Prompt, Question, QuestionBatch, Score, Target, one_score_each
 from ..targets.words import words
+from ..validation import described
 
 _COUPLED = "one pass at a time: the images of a batch affect each other in this model"
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
@@ -254,7 +255,7 @@ def explained_answer() -> Answer | None:
 def target_of(target: TargetLike, images: Images) -> Target:
     """Return the target of a caller; by default the top class, or the whole answer."""
     if images.answer is not None and isinstance(target, int | str):
-        raise TargetError(f'an answer has words and no classes, got {target!r}; pass saliency.words("red")')
+        raise TargetError(f'an answer has words and no classes, got {described(target)}; pass saliency.words("red")')
     if isinstance(target, str | list | tuple):
         target = parse_target(target, images.categories)
     return as_target(words() if target is None and images.answer else target, images.count)

@@ -21,7 +21,7 @@ from ..errors import MethodError, did_you_mean, optional_import
 from ..io.axes import along_axes, at_least_float32, require_two_axes, spatial
 from ..io.inputs import ImageLike, Prepare, read
 from ..model.inputs import Key, by_input
-from ..validation import check_number, is_real
+from ..validation import check_number, described, is_real
 
 BASELINES = ("mean", "black", "white", "blur", "noise")
 BASELINE_BLUR = 0.1
@@ -87,8 +87,8 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
     is_missing = isinstance(like, str) and not os.path.exists(like)  # noqa: PTH110 - it may not be a path
     if is_missing or not isinstance(like, str | os.PathLike | Image.Image | np.ndarray | Tensor):
         raise MethodError(
-            f"{option}={like!r} is invalid; expected one of {', '.join(BASELINES)}, a number, a tensor, an image, the "
-            f"path of one, or a list of these{did_you_mean(str(like), BASELINES)}"
+            f"{option}={described(like)} is invalid; expected one of {', '.join(BASELINES)}, a number, a "
+            f"tensor, an image, the path of one, or a list of these{did_you_mean(described(like), BASELINES)}"
         )
     values = read(like, preprocess).inputs
     shape = "x".join(map(str, values.shape))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -493,8 +494,20 @@ def unwrap(model: object) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-    hint = "load one with saliency.load(name), or wrap your function in a module"
-    raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}; {hint}")
+    raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}; {_module_hint(model)}")
+
+
+def _module_hint(model: object) -> str:
+    """Return how to get a module from what a caller has in its place."""
+    if isinstance(model, Mapping):
+        whole = [name for name, part in model.items() if isinstance(part, nn.Module)]
+        weights = 'it holds weights: build the network, or saliency.load("mine.py:make", weights="best.pt")'
+        return f"it holds the module under [{whole[0]!r}]" if whole else weights
+    if isinstance(model, str | os.PathLike):
+        return "load one with saliency.load(name)"
+    name = getattr(model, "__name__", "")
+    called = f"; if {name} returns the module, call it: {name}()" if callable(model) and name else ""
+    return f"load one with saliency.load(name), or wrap your function in a module{called}"
 
 
 _ATTRIBUTES: dict[str, tuple[Any, ...]] = {

@@ -158,6 +158,9 @@ class LateInteraction(DualEncoder):
 
     def __init__(self, model: nn.Module, processor: Any) -> None:
         nn.Module.__init__(self)
+        if not hasattr(processor, "image_processor"):
+            got = type(processor).__name__
+            raise ModelError(f"expected the processor of the model, such as ColPaliProcessor, got {got}")
         self.model, self.processor = model, processor
         self.tokenizer, self.preprocess = processor.tokenizer, processor.image_processor
         self._page = dict(processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt"))

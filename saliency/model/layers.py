@@ -21,6 +21,7 @@ from ..hooks.manager import HookManager
 from ..hooks.pytree import first_tensor, tree_tensors
 from ..io.axes import as_text
 from ..targets.classes import output_tensor
+from ..validation import described
 from .call import Reading, bind_image, cache_of, current_call, leaf, modules_of, run_model
 from .positions import Grid, PositionTrace, grid_of, is_misplaced
 
@@ -627,7 +628,9 @@ GIVE_LAYOUT = "pass layout=, a function from this output to maps (N, K, h, w)"
 def as_layout(option: str, function: object) -> LayoutFunction:
     """Return a function as a layout. Raises MethodError if it is not a function."""
     if not callable(function):
-        raise MethodError(f"{option}={function!r}: expected a function from a layer's output to maps (N, K, h, w)")
+        raise MethodError(
+            f"{option}={described(function)}: expected a function from a layer's output to maps (N, K, h, w)"
+        )
     return function
 
 

@@ -17,7 +17,7 @@ from ..errors import RenderError, errors_as
 from ..io.geometry import Frame, Geometry, resize_box, scaled_size
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import drawable
-from ..validation import check_number
+from ..validation import check_number, described
 from .scaling import Pixels, Plane, ScaledMap
 
 Opacity = float | Literal["map"]
@@ -304,7 +304,7 @@ def draw_contours(image: Image.Image, values: Plane, area: Area, levels: object)
         RenderError: The levels are not numbers in this range.
     """
     if isinstance(levels, str) or not isinstance(levels, Sequence):
-        raise RenderError(f"contours={levels!r} is not a list of levels, such as (0.5, 0.8)")
+        raise RenderError(f"contours={described(levels)} is not a list of levels, such as (0.5, 0.8)")
     if not levels:
         return
     from contourpy import contour_generator  # a part of matplotlib, which loads where it is used

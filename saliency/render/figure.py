@@ -210,11 +210,14 @@ def word_sheet(answer: Answer, method: Attribution, *, columns: int | None = Non
 
     Raises:
         NotApplicableError: The method does not explain answers of the model.
-        RenderError: The number of columns is invalid.
+        RenderError: The number of columns is invalid, or there is no answer or no method.
 
     Warns:
         SaliencyWarning: As for `figure`, once for all words; the image has little of the relevance of a word.
     """
+    if not all((isinstance(answer, Answer), isinstance(method, Attribution))):
+        got = f"{type(answer).__name__} and {type(method).__name__}"
+        raise RenderError(f"word_sheet takes an answer of saliency.generate, then a method; got {got}")
     if columns is not None:
         check_integer("columns", columns, least=1, error=RenderError)
     names = [word for word, _ in answer.words]

@@ -109,16 +109,14 @@ def overlay(
         frame = frame_of(explanation, image)
         scaled = scale_map(explanation, sign, percentile, limit, smoothing)
         frame = frame if size is None else shrink(frame, check_integer("size", size, least=1, error=RenderError))
-        visibility = _visibility(explanation, sign, min_significance)
+        visibility = None if min_significance is None else _visibility(explanation, sign, min_significance)
         draw = paint if background else paint_layer
         drawn.append(draw(frame, scaled, colormap, opacity, visibility, contours, threshold))
     return drawn[0] if isinstance(explanations, Explanation) and len(drawn) == 1 else drawn
 
 
-def _visibility(explanation: Explanation, sign: Sign | None, min_significance: float | None) -> Plane | None:
-    """Return the factor of the opacity of each cell, 0 to 1: (h, w); None if nothing is faded."""
-    if min_significance is None:
-        return None
+def _visibility(explanation: Explanation, sign: Sign | None, min_significance: float) -> Plane:
+    """Return the factor of the opacity of each cell, 0 to 1: (h, w)."""
     hint = "; it is a number of standard errors, such as 2"
     errors = check_number("min_significance", min_significance, above=0, hint=hint, error=RenderError)
     visibility: Plane = (significance(explanation, sign=sign)[0] / errors).clamp(max=1).float().cpu().numpy()

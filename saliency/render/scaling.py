@@ -21,7 +21,7 @@ from ..attribution.heatmap import limits, reduced_maps, several
 from ..errors import RenderError, did_you_mean, warn
 from ..io.axes import along_axes, gaussian
 from ..io.geometry import Box, Frame, resize_box
-from ..validation import check_choice, check_number
+from ..validation import check_choice, check_number, described
 
 Pixels = NDArray[np.uint8]
 Plane = NDArray[np.float32]
@@ -140,7 +140,7 @@ class ScaledMap:
         """Return the 256 colours of this map: (256, 3)."""
         is_signed = self.sign == "signed"
         if not isinstance(colormap, str | None):
-            raise RenderError(f"colormap={colormap!r} is not the name of a colour map, such as {SEQUENTIAL}")
+            raise RenderError(f"colormap={described(colormap)} is not the name of a colour map, such as {SEQUENTIAL}")
         return color_table(colormap or (DIVERGING if is_signed else SEQUENTIAL), centred=is_signed)
 
     def placed_box(self, frame: Frame) -> Box | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import TargetError, did_you_mean, plural
 from ..io.geometry import Geometry
-from ..validation import is_integer
+from ..validation import described, is_integer
 from .question import Categories, Images, Link, PartialNames, Question, QuestionBatch, Score, Target, one_score_each
 
 TargetLike: TypeAlias = (
@@ -506,12 +506,16 @@ def per_image(classes: Any, images: int) -> list[Any]:
     """Return one class per image; a single class applies to all. Raises TargetError for a wrong number or shape."""
     if isinstance(classes, Tensor | np.ndarray):
         if classes.ndim > 1:
-            raise TargetError(f"got a target of shape {tuple(classes.shape)}; expected (N,), one class per image")
+            hint = "; for scores or one-hot rows, pass target.argmax(1)" if classes.ndim == 2 else ""
+            raise TargetError(f"got a target of shape {tuple(classes.shape)}; expected (N,), one class per image{hint}")
         classes = classes.tolist()
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes] * images
     if len(classes) != images:
         hint = "pass one for all, or one per image (several classes of one image: attribute_classes)"
+        is_one_hot = len(classes) > 2 and max(map(str, classes)) in ("1", "1.0") and sum(map(bool, classes)) == 1
+        if images == 1 and is_one_hot:
+            hint = f"it looks one-hot; pass the class, {[*map(bool, classes)].index(True)}"
         raise TargetError(f"got {len(classes)} targets for {plural(images, 'image')}; {hint}")
     return list(classes)
 
@@ -561,7 +565,7 @@ def class_number(label: Any) -> int:
     """Return a class index as an int. Raises TargetError unless it is a non-negative integer."""
     label = label.item() if isinstance(label, Tensor) and label.numel() == 1 else label
     if not is_integer(label, least=None):
-        raise TargetError(f"expected a class index or a class name, got {label!r} ({type(label).__name__})")
+        raise TargetError(f"expected a class index or a class name, got {described(label)} ({type(label).__name__})")
     if int(label) < 0:
         raise TargetError(f"class {label} is negative; classes are numbered from 0")
     return int(label)

@@ -123,6 +123,14 @@ def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
 
 def _find(name: str) -> tuple[ShapesNetworks | Torchvision | Timm | OpenClip | HuggingFace | PythonModel, str]:
     """Return the library that has a model, and the name of the model in it."""
+    if not isinstance(name, str):
+        raise ModelError(f'expected the name of a model, such as "efficientnet_lite0", got {type(name).__name__}')
+    if Path(name).suffix in SUFFIXES:
+        cure = f"name the code that builds the network, and its weights: --model mine.py:make --weights {name}"
+        if "yolo" in name.lower():
+            lines = f'"from ultralytics import YOLO" and "model = YOLO({name!r})"'
+            cure = f"write two lines into mine.py, {lines}, and pass mine.py:model as the model"
+        raise ModelError(f"{name} holds weights; {cure}")
     if ":" in name or name.endswith(".py"):
         return PythonModel(), name
     source, slash, bare = name.partition("/")

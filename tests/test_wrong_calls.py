@@ -1,0 +1,86 @@
+"""Wrong calls that many make end in one sentence that names the cure."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
+
+import saliency
+from saliency.errors import SaliencyError
+from saliency.testing import tiny_model
+
+MODEL = tiny_model()
+METHOD: Any = saliency.GradCAM(MODEL, preprocess=saliency.Preprocess(size=(32, 32)))
+X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+IMAGE = Image.new("RGB", (32, 32))
+LOADER = DataLoader(TensorDataset(X, torch.zeros(1)))
+API: Any = saliency
+
+
+class _Transform:
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        raise NotImplementedError
+
+
+# The call, and the cure that its error names.
+CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "an attribute of a class": (lambda: API.GradCAM.attribute("x.jpg"), "GradCAM(model).attribute(image)"),
+    "an attribute of a class with a target": (lambda: API.LRP.attribute("x.jpg", 1), "(model).attribute(image)"),
+    "an attribute without image": (lambda: API.LRP(MODEL).attribute(), "LRP(model).attribute(image)"),
+    "a function as the model": (lambda: API.GradCAM(tiny_model), "call it: tiny_model()"),
+    "weights as the model": (lambda: API.GradCAM(MODEL.state_dict()), 'saliency.load("mine.py:make", weights='),
+    "a checkpoint with the model": (lambda: API.GradCAM({"model": MODEL}), "holds the module under ['model']"),
+    "a name as the model": (lambda: API.GradCAM("resnet18"), "saliency.load(name)"),
+    "a class as preprocessing": (lambda: API.GradCAM(MODEL, preprocess=_Transform), "class _Transform; call it"),
+    "transforms that were not called": (
+        lambda: API.GradCAM(MODEL, preprocess=partial(_Transform)),
+        "class _Transform; call it, as in weights.transforms()",
+    ),
+    "weights by path": (lambda: API.load("best.pt"), "--model mine.py:make --weights best.pt"),
+    "a YOLO by path": (lambda: API.load("yolov8n.pt"), "from ultralytics import YOLO"),
+    "no name": (lambda: API.load(None), "expected the name of a model"),
+    "a tensor as an option": (lambda: API.IntegratedGradients(MODEL, steps=X), "steps=Tensor of shape (1, 3, 32, 32)"),
+    "a network as an option": (lambda: API.IntegratedGradients(MODEL, baseline=MODEL).attribute(X), "baseline=TinyNet"),
+    "a tensor as a layout": (lambda: API.GradCAM(MODEL, layout=X), "layout=Tensor of shape"),
+    "a tensor as a colour map": (lambda: API.overlay(METHOD.attribute(IMAGE), colormap=X), "colormap=Tensor of shape"),
+    "a tensor as targets": (lambda: METHOD.attribute_classes(X, X), "got Tensor of shape"),
+    "a tensor as a channel": (lambda: API.neuron("relu", X), "got Tensor of shape"),
+    "the class of a metric": (lambda: API.compare([METHOD], X, metrics=[API.metrics.Deletion]), "Deletion(...)"),
+    "swapped arguments of word_sheet": (lambda: API.word_sheet(METHOD, None), "got GradCAM and NoneType"),
+    "tensors as a model of text": (lambda: API.LateInteraction(X, X), "expected the processor of the model"),
+    "an image as the explored model": (lambda: API.explore(IMAGE), "expected a torch.nn.Module, got Image"),
+    "a class before its image": (lambda: METHOD.attribute(1, X), "the target comes second"),
+    "a name before its image": (lambda: METHOD.attribute("tiger cat", IMAGE), "the target comes second"),
+    "a name before its file": (lambda: METHOD.attribute("tiger cat", __file__), "the target comes second"),
+    "a pattern as the image": (lambda: METHOD.attribute("*.jpg"), "for path in glob.glob('*.jpg')"),
+    "a generator as the image": (lambda: METHOD.attribute(Path().glob("*")), "for image in images"),
+    "a loader as the image": (lambda: METHOD.attribute(LOADER), "for images, labels in loader"),
+    "a folder as the image": (lambda: METHOD.attribute("."), "saliency.batch(folder"),
+    "a one-hot target": (lambda: METHOD.attribute(X, np.eye(5)[3]), "pass the class, 3"),
+    "a row of scores as the target": (lambda: METHOD.attribute(X, torch.eye(5)[:1]), "target.argmax(1)"),
+    "an image before its explanation": (lambda: API.overlay(IMAGE, METHOD.attribute(X)), "overlay(explanation, image)"),
+    "a file before its explanation": (lambda: API.overlay("x.jpg", None), "overlay(explanation, image)"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_wrong_call_names_the_cure(case: str) -> None:
+    call, cure = CALLS[case]
+    with pytest.raises((SaliencyError, TypeError), match=re.escape(cure)) as caught:
+        call()
+    assert "tensor(" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_image_of_attribute_is_shown_as_required() -> None:
+    assert "(self, inputs: 'Any', target" in str(inspect.signature(saliency.GradCAM.attribute)).replace("saliency.", "")
