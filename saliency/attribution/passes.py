@@ -19,12 +19,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import MethodError, TargetError
+from ..errors import MethodError, NotApplicableError, TargetError
 from ..hooks.autograd_graph import INDEPENDENT, NO_GRADIENT, differentiate
 from ..hooks.manager import HookManager
 from ..hooks.rectifiers import Coverage
 from ..io.axes import at_least_float32
 from ..model.call import bind_image, bound, current_call, is_out_of_memory, leaf, run_model, shown_images
+from ..model.layers import trace_layers
 from ..validation import check_integer, check_number
 from .base import Attribution
 from .estimates import Estimate
@@ -260,7 +261,13 @@ class Passes(ExitStack):
         """Return the scores (k,) for outputs (k, ...) of a layer that `make` creates; k < `count` after a time limit.
 
         Only the part of the model after the layer runs, where that is possible.
+
+        Raises:
+            NotApplicableError: The layer also reads other images of the call.
         """
+        if current_call().caches is not None and layer in trace_layers(self._model, self.x).shared:
+            problem = f'layer "{layer}" also reads other inputs, and its output for this one cannot be replaced alone'
+            raise NotApplicableError(f"{problem}; pass a layer of this input only, or use grad_cam or score_cam")
         tail = TailForward(self._model, layer, self.x)
         is_part = self._chunk == "auto" and self.x.device.type == "cpu" and tail.row_bytes
         size = min(MAX_CHUNK_CPU, max(1, CHUNK_BYTES_CPU // tail.row_bytes)) if is_part else self._size()

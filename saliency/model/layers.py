@@ -159,6 +159,7 @@ class LayerTrace:
     ends: frozenset[str]  # the layers after which the model only resizes or reduces their values
     calls: Mapping[str, int]  # by layer, the number of its last call that reads the image
     rows: Mapping[str, tuple[int, ...]]  # by layer, the rows of its output that read the image; empty for all rows
+    shared: frozenset[str]  # the layers that also read other images, in later calls or in other rows
 
     @property
     def reading(self) -> frozenset[Reading]:
@@ -443,7 +444,8 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     graph = reached_nodes(_nodes(final), lambda node: False)
     sources = _sources({name: nodes for name, (*_, nodes) in outputs.items()}, graph)
     feature = features[-1] if features else None
-    return LayerTrace(spatial, candidates, elsewhere, feature, attention, sources, ends, reading, rows)
+    shared = frozenset(name for name in outputs if rows[name] or reading[name] < counts[name] - 1)
+    return LayerTrace(spatial, candidates, elsewhere, feature, attention, sources, ends, reading, rows, shared)
 
 
 def _rows_reading(positions: Tensor, rows: int, images: int) -> tuple[int, ...]:

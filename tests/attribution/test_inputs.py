@@ -324,7 +324,7 @@ def test_a_method_explains_each_image_or_says_why_not(name: str) -> None:
 
 @pytest.mark.parametrize("case_name", [name for name, images in IMAGES.items() if len(images) > 1 and name != "early"])
 @pytest.mark.parametrize(
-    "name", ["grad_cam", "layer_cam", "eigen_cam", "ablation_cam", "refine_cam", "guided_grad_cam"]
+    "name", ["grad_cam", "layer_cam", "eigen_cam", "score_cam", "refine_cam", "guided_grad_cam"]
 )
 def test_no_method_reads_a_layer_of_another_image(case_name: str, name: str) -> None:
     model, inputs = case(case_name)
@@ -393,6 +393,16 @@ def test_a_part_of_a_stack_reads_its_image_only(is_shared: bool) -> None:
         maps = model.encoders[number % len(model.encoders)](inputs[name]).detach()
         weights = model.head.weight[1, 4 * number : 4 * number + 4].detach().view(1, 4, 1, 1) / maps[0, 0].numel()
         torch.testing.assert_close(own.values.relu(), (weights * maps).sum(1, keepdim=True).relu())
+
+
+@pytest.mark.parametrize("name", ["ablation_cam", "recipro_cam"])
+def test_a_layer_that_also_reads_another_image_is_not_replaced(name: str) -> None:
+    model, inputs = case("shared")
+    with pytest.raises(saliency.errors.NotApplicableError, match='"encoder" also reads other inputs'):
+        saliency.METHODS[name](model).attribute(inputs, 1)
+    views = Views(torch.randn(1, 3, 3, 12, 16, dtype=torch.float64))
+    with pytest.raises(saliency.errors.NotApplicableError, match='"encoder" also reads other inputs'):
+        saliency.METHODS[name](MultiView().double().eval()).attribute(views, 1)
 
 
 def test_the_attention_of_two_transformers_is_told_apart() -> None:
