@@ -10,7 +10,6 @@ import io
 import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
@@ -70,7 +69,7 @@ class Screen:
         if images:
             self.say(f"left out, since saliency wrote them: {plural(images, 'image')}")
         if others:
-            most = Counter(others).most_common(4)
+            most = sorted(others.items(), key=lambda kind: (-kind[1], kind[0]))[:4]
             kinds = ", ".join(f"{visible(kind)} {count}" for kind, count in most) + ", ..." * (len(others) > len(most))
             self.say(f"left out: {plural(sum(others.values()), 'other file')} ({kinds})")
 

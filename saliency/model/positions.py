@@ -145,8 +145,10 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
         tensors = list(tree_tensors((args, kwargs)))
         operands = list(filter(_is_plain, tensors))
         memories = {memory_id(tensor) for tensor in operands}
-        # Fused attention has the tag of random operations for its dropout.
-        is_random = torch.Tag.nondeterministic_seeded in op.tags and not is_attention(op)
+        # Fused attention has the tag of random operations for its dropout. Tokens of text after it are traced, so that
+        # an answer does not take the layers after a cross-attention for the reader of the embeddings.
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        is_random = is_random and (self._follows_values or not is_attention(op))
         is_traced = is_random or len(operands) < len(tensors) or any(map(self.known_memory, operands))
         named = named_arguments(op, args, kwargs)
         for number, tensor in enumerate(as_results(result)):

@@ -323,9 +323,7 @@ def test_a_method_explains_each_image_or_says_why_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("case_name", [name for name, images in IMAGES.items() if len(images) > 1 and name != "early"])
-@pytest.mark.parametrize(
-    "name", ["grad_cam", "layer_cam", "eigen_cam", "score_cam", "refine_cam", "guided_grad_cam"]
-)
+@pytest.mark.parametrize("name", ["grad_cam", "layer_cam", "eigen_cam", "score_cam", "refine_cam", "guided_grad_cam"])
 def test_no_method_reads_a_layer_of_another_image(case_name: str, name: str) -> None:
     model, inputs = case(case_name)
     result = any_method(name, model).attribute(inputs, target_of(case_name))

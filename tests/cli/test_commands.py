@@ -347,7 +347,7 @@ def test_a_bad_photo_does_not_cost_the_others(run: Callable[..., Run], tmp_path:
         assert reason in answer.err
         assert reason.partition(" ")[2] not in answer.out  # once, and where errors belong
     assert answer.err.count("\n") == 6
-    assert "hidden" not in answer.out
+    assert "left out: 2 other files (.doc 1, hidden 1)" in answer.out
 
 
 @pytest.mark.slow
