@@ -62,7 +62,7 @@ MISTAKES = (
     Mistake(
         "the size of epsilon grows with the number of outputs",
         "relevance/rules.py",
-        "norms / math.sqrt(math.prod(self.output.shape[dim] for dim in self.dims))",
+        "norms / math.sqrt(math.prod(map(self.output.shape.__getitem__, self.dims)))",
         "norms",
     ),
     Mistake(
@@ -87,8 +87,8 @@ MISTAKES = (
     Mistake(
         "losses of a max pool go to the winner of the image",
         "relevance/multipliers.py",
-        ".scatter_add_(-1, at0, share.sub_(gain))",
-        ".scatter_add_(-1, at, share.sub_(gain))",
+        ".scatter_add_(-1, winners0, part.sub_(gain))",
+        ".scatter_add_(-1, winners, part.sub_(gain))",
     ),
     Mistake(
         "a contrast is a sum", "targets/classes.py", "first(output) - second(output)", "first(output) + second(output)"
