@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,11 +18,14 @@ from dataclasses import replace
 from functools import cache, partial, reduce
 from itertools import chain
 from operator import itemgetter, or_
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, overload
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..aliases import known_keywords, refuse_keywords
@@ -48,7 +52,7 @@ from ..targets.question import Question, QuestionFacts, Target
 from ..validation import Registry, check_choice, described
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
-from .inputs import InputExplanations, image_hint
+from .inputs import InputExplanations
 from .options import (
     ConvertedOption,
     HasOptions,
@@ -277,7 +281,7 @@ class Attribution(HasOptions, ABC):
         try:
             batch = self.read(inputs)
         except ImageError as error:
-            if hint := image_hint(inputs, target):
+            if hint := _image_hint(inputs, target):
                 raise ImageError(f"{error}; {hint}") from error
             raise
         with self.call(batch, [target], forward_args):
@@ -529,6 +533,22 @@ def _refuse_call(method: object) -> NoReturn:
     """Raise TypeError: `attribute` was called without an image, or on a class, whose first argument is the image."""
     name = type(method).__name__ if isinstance(method, Attribution) else "GradCAM"
     raise TypeError(f"attribute takes an image, and belongs to a method of a model: {name}(model).attribute(image)")
+
+
+def _image_hint(image: object, target: object) -> str:
+    """Return the cure if swapped arguments, or several images, came as the image; else an empty text."""
+    is_file = isinstance(target, str | os.PathLike) and Path(target).is_file()
+    if is_file or isinstance(target, Image.Image) or getattr(target, "ndim", 0) > 2:
+        return "the target comes second: attribute(image, target)"
+    if isinstance(image, DataLoader):
+        return "explain each batch: for images, labels in loader: method.attribute(images, labels)"
+    if isinstance(image, str) and {*"*?"} & {*image}:
+        return f"explain each file: for path in glob.glob({image!r}): method.attribute(path)"
+    if isinstance(image, Iterator):
+        return "explain each image: for image in images: method.attribute(image)"
+    if isinstance(image, str | os.PathLike) and Path(image).is_dir():
+        return 'explain a folder by saliency.batch(folder, "maps")'
+    return ""
 
 
 def _called(like: Any) -> Any:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ..model.inputs import Key
 from .explanation import Explanation
@@ -70,7 +69,7 @@ class InputExplanations(Mapping[Any, Explanation]):
         Shares are signed and sum to 1. They mean parts of the score only for methods whose values sum to it.
         """
         sums = self.sums
-        total = sum(sums.values(), start=sums[next(iter(sums))] * 0)
+        total = torch.stack([*sums.values()]).sum(0)
         shares = {name: (own / total).tolist() for name, own in sums.items()}
         return {name: own[0] if len(own) == 1 else own for name, own in shares.items()}
 
@@ -86,19 +85,3 @@ class InputExplanations(Mapping[Any, Explanation]):
             files.append(file.with_suffix(f".{label.replace('/', '_')}{file.suffix}"))
             explanation.save(files[-1])
         return files
-
-
-def image_hint(image: object, target: object) -> str:
-    """Return the cure if swapped arguments, or several images, came as the image; else an empty text."""
-    is_file = isinstance(target, str | os.PathLike) and Path(target).is_file()
-    if is_file or isinstance(target, Image.Image) or getattr(target, "ndim", 0) > 2:
-        return "the target comes second: attribute(image, target)"
-    if isinstance(image, DataLoader):
-        return "explain each batch: for images, labels in loader: method.attribute(images, labels)"
-    if isinstance(image, str) and {*"*?"} & {*image}:
-        return f"explain each file: for path in glob.glob({image!r}): method.attribute(path)"
-    if isinstance(image, Iterator):
-        return "explain each image: for image in images: method.attribute(image)"
-    if isinstance(image, str | os.PathLike) and Path(image).is_dir():
-        return 'explain a folder by saliency.batch(folder, "maps")'
-    return ""

@@ -119,7 +119,7 @@ def baselines(
     Raises:
         MethodError: A given tensor or image has a different size than the image.
     """
-    if x.shape[1:3] == (1, 1):
+    if x.shape[1:3] == (1, 1):  # inputs that are explained together are rows of numbers
         return by_input(x, partial(_of_one_input, resolved, preprocess, seed))
     several = resolved if isinstance(resolved, list) else [resolved]
     return torch.cat([_baseline(baseline, x, preprocess, seed, number) for number, baseline in enumerate(several)])
