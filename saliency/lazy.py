@@ -26,8 +26,9 @@ def attach(
 
     def load(name: str) -> object:
         if name not in homes:
-            # Without an object, the traceback adds no suggestion of its own.
-            raise AttributeError(f'{module} has no "{name}"{hint(name, names)}', name=name, obj=None)
+            # Tools ask for private names, which need no hint; without an object, the traceback suggests nothing itself.
+            ending = "" if name.startswith("_") else hint(name, names)
+            raise AttributeError(f'{module} has no "{name}"{ending}', name=name, obj=None)
         if homes[name] == ".":
             return import_module(f".{name}", package)
         home = import_module(homes[name], package)

@@ -133,7 +133,7 @@ def test_ray_writes_the_files_of_the_local_engine_and_is_unchanged(ray: Any, tmp
     assert not ray.is_initialized()
     assert signal.getsignal(signal.SIGTERM) is handler
     assert len(workers) > 2
-    assert psutil.wait_procs(workers, timeout=60)[1] == []
+    assert psutil.wait_procs(workers, timeout=300)[1] == []
     assert_same(tmp_path / "out", tmp_path / "local")
     assert [row["error_kind"] for row in rows(tmp_path / "out")].count("ImageError") == 1
 

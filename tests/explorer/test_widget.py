@@ -40,7 +40,7 @@ class FrontEnd:
         """The messages of one question up to its end, or its error."""
         read: list[tuple[PageAnswer, Sequence[bytes]]] = []
         while True:
-            message, buffers = self.messages.get(timeout=20)
+            message, buffers = self.messages.get(timeout=120)
             if "end" in message:
                 return read
             read.append((message, buffers))
@@ -108,9 +108,9 @@ def test_a_map_of_many_passes_is_cancelled_while_it_runs(session: Session) -> No
     vars(session)["explain"] = explain
     try:
         page.ask("explain", {"methods": ["rise"]})
-        assert started.wait(20)
+        assert started.wait(120)
         page.conversation.receive(None, {"id": "explain", "name": "cancel"}, [])
-        assert stopped.wait(20)
+        assert stopped.wait(120)
     finally:
         del vars(session)["explain"]
     page.ask("image", {"index": 0})

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from saliency.io.geometry import Box
 from saliency.io.inputs import read
 from saliency.io.preprocess import Preprocess, TransformPreprocess, as_preprocess, without_crop
 
-TIMM_DATA: Any = importlib.import_module("timm.data")  # it declares no types
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 SIZES = [(333, 257), (257, 333), (97, 640), (640, 97), (31, 17), (7, 5), (224, 224), (1, 1)]
 WEIGHTS = [
@@ -55,8 +53,14 @@ TIMM = [
 
 
 def pretrained(name: str) -> dict[str, Any]:
+    import timm
+
     config: Any = timm.get_pretrained_cfg(name)
     return dict(config.to_dict())
+
+
+def timm_data() -> Any:
+    return importlib.import_module("timm.data")  # it declares no types
 
 
 def noise(size: tuple[int, int]) -> Image.Image:
@@ -84,14 +88,14 @@ def test_torchvision_presets_are_met_bit_for_bit(weights: Any, size: tuple[int, 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.slow
 def test_timm_transforms_are_met_bit_for_bit(config: dict[str, Any], size: tuple[int, int]) -> None:
-    theirs = TIMM_DATA.create_transform(**config)
+    theirs = timm_data().create_transform(**config)
     assert torch.equal(as_preprocess(config)(noise(size)), theirs(noise(size)))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "tf_efficientnet_lite0", "vit_base_patch16_224", "convnext_tiny"])
 def test_a_timm_models_own_config_is_met_bit_for_bit(name: str) -> None:
     config = pretrained(name)
-    theirs = TIMM_DATA.create_transform(**TIMM_DATA.resolve_data_config(pretrained_cfg=config))
+    theirs = timm_data().create_transform(**timm_data().resolve_data_config(pretrained_cfg=config))
     assert torch.equal(Preprocess.from_timm(config)(noise((501, 375))), theirs(noise((501, 375))))
 
 
@@ -320,7 +324,7 @@ def test_random_interpolation_of_timm_means_bilinear() -> None:
 
 def test_a_resolved_test_size_is_taken() -> None:
     config = pretrained("resnet18")
-    resolved = TIMM_DATA.resolve_data_config(pretrained_cfg=config, use_test_size=True)
+    resolved = timm_data().resolve_data_config(pretrained_cfg=config, use_test_size=True)
     assert Preprocess.from_timm(resolved).size == (288, 288)
     assert Preprocess.from_timm(config).size == (224, 224)
 
