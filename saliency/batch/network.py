@@ -19,7 +19,7 @@ from ..attribution.explanation import Explanation
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
-from ..io.inputs import Prepare
+from ..io.inputs import Batch, Prepare
 from ..io.preprocess import Preprocess, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..model.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
@@ -191,7 +191,9 @@ class Network:
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        explained = attempt(lambda: [explanation.to("cpu") for explanation in Together(*methods).attribute(x, targets)])
+        batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))  # not judged as a tensor of a user
+        explain = Together(*methods).explain_batch
+        explained = attempt(lambda: [explanation.to("cpu") for explanation in explain(batch, targets)])
         if not isinstance(explained, BaseException):
             return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
         # Free the memory of the pass: drop the tracebacks, which reference tensors.

@@ -34,7 +34,7 @@ from ..batch.plan import BatchSlot
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
-from ..errors import SaliencyError, plural, visible
+from ..errors import SUBJECT, SaliencyError, plural, visible
 from ..evaluation.metrics.base import get_metric
 from ..io.atomic_write import atomic_write, inside
 from ..methods import METHODS
@@ -202,14 +202,14 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
     try:
         with screen.progress() as show:
             options, output = NetworkOptions.of(values), OutputOptions.of(values)
-            engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
+            engine = SequentialEngine(one_device(options))
             mapper = CollectingMapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
             execute(mapper, Store(out, entries, methods), engine, RunOptions(on_progress=show))
     except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
         rows[:] = [row for row in rows if row["overlay"]]
         raise
     finally:
-        screen.name_subject("")
+        SUBJECT.set("")
         failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
     if thumbs:
         _write_sheet(list(thumbs.values()), methods, output.style, screen, out)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..batch import Progress
-from ..errors import SaliencyError, SaliencyWarning, plural, visible
+from ..errors import SUBJECT, SaliencyError, SaliencyWarning, plural, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
 
@@ -36,21 +36,15 @@ class Screen:
         quiet: Whether only errors are printed.
 
     Attributes:
-        subject: Image that is being processed; it is named in front of its warnings.
         is_terminal: Whether standard output is a terminal.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.subject = ""
         self._out = _console(sys.stdout)
         self._out.quiet = quiet
         self._err = _console(sys.stderr)
         self.is_terminal = self._out.is_terminal
-
-    def name_subject(self, name: str) -> None:
-        """Name the image that is processed from now on; empty for none."""
-        self.subject = visible(name)
 
     def say(self, line: str | Text = "", *, cut: bool = False) -> None:
         """Print lines. On a terminal they are wrapped, or cut to its width."""
@@ -109,16 +103,17 @@ class Screen:
 
     @contextmanager
     def collected_warnings(self) -> Iterator[None]:
-        """Collect the warnings of the block, and print each once at its end, on one line without source code."""
+        """Collect the warnings of the block, and print each once at its end, on one line, with its images."""
         subjects: dict[str, list[str]] = {}
 
         def collect(message: Warning | str, *_: Any, **__: Any) -> None:
             named = subjects.setdefault(one_line(message), [])
-            if self.subject and self.subject not in named:
-                named.append(self.subject)
+            if (subject := visible(SUBJECT.get())) and subject not in named:
+                named.append(subject)
 
         with warnings.catch_warnings():
             warnings.simplefilter("always", SaliencyWarning)
+            warnings.filterwarnings("ignore", module="pydicom")  # of details of the format
             warnings.showwarning = collect
             try:
                 yield

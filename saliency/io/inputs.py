@@ -34,6 +34,7 @@ Prepare = Preprocess | TransformPreprocess | None
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
 
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_ANIMATIONS = ("AVIF", "GIF", "PNG", "WEBP")
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
@@ -125,7 +126,11 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     file.seek(0)
     with errors_as(ImageError, f"{name!r} {_UNREADABLE}"):
         image = accepting[0](file, name)
-    return _decode_checked(image, repr(name), max_pixels)
+        is_animation = image.format in _ANIMATIONS and getattr(image, "is_animated", False)
+    decoded = _decode_checked(image, repr(name), max_pixels)
+    if is_animation:
+        warn("of an animation, the first frame is explained")
+    return decoded
 
 
 def encode(image: Image.Image, format: str, **options: int) -> bytes:
@@ -163,14 +168,14 @@ def _without_metadata(image: Image.Image) -> Image.Image:
 
     The colour profile is kept for `drawable`, and a CMYK image, whose profile does not apply to RGB.
     """
-    kept = {name: image.info[name] for name in ("icc_profile", "cmyk", "range", "inverted") if name in image.info}
+    kept: Any = {name: image.info[name] for name in ("icc_profile", "cmyk", "range", "inverted") if name in image.info}
     kept |= {"cmyk": image} if image.mode == "CMYK" and kept else {}
     is_transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
     if is_transparent and not is_deep(image):
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.copy() if is_deep(image) else image.convert("RGB")  # a copy, even if it is RGB already
-    image.info = dict(kept)
+    image.info = kept
     return image
 
 

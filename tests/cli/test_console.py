@@ -17,7 +17,7 @@ from rich.text import Text
 
 from saliency.cli import main
 from saliency.cli.console import Screen, one_line
-from saliency.errors import SaliencyWarning, visible
+from saliency.errors import SUBJECT, SaliencyWarning, visible
 from tests.batchwork import forked
 from tests.commandline import copies, started
 
@@ -90,8 +90,10 @@ def test_a_pipe_gets_whole_lines_without_colours(capsys: pytest.CaptureFixture[s
 def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     with screen.collected_warnings():
-        for screen.subject in ("a.jpg", "a.jpg", "b.jpg"):
+        for name in ("a.jpg", "a.jpg", "b.jpg"):
+            SUBJECT.set(name)
             warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
+    SUBJECT.set("")
     assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
 
 

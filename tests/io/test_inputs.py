@@ -170,7 +170,9 @@ def test_modes_survive_a_file(tmp_path: Path, name: str) -> None:
 def test_of_an_animation_the_first_frame_is_taken(tmp_path: Path, kind: str) -> None:
     frames = [Image.new("RGB", (20, 12), colour) for colour in ("red", "lime", "blue")]
     path = saved(tmp_path, frames[0], f"a.{kind}", save_all=True, append_images=frames[1:])
-    assert np.abs(pixels(open_image(path)) - (255, 0, 0)).max() <= 5
+    is_animation = kind not in ("tiff", "mpo")  # pages, and views of one photo
+    with pytest.warns(SaliencyWarning, match="first frame") if is_animation else contextlib.nullcontext():
+        assert np.abs(pixels(open_image(path)) - (255, 0, 0)).max() <= 5
 
 
 @pytest.mark.parametrize(
@@ -700,7 +702,7 @@ def test_a_grey_image_is_drawn_by_its_profile(tmp_path: Path) -> None:
 def test_a_cmyk_image_is_drawn_from_its_inks(tmp_path: Path) -> None:
     inks, ramp = gradient().convert("CMYK"), bytes(range(256))
     head = struct.pack(">4s4x4B9i", b"mft1", 4, 3, 2, 0, *(65536 * (i in (0, 4, 8)) for i in range(9)))
-    lab = [(255 >> bin(mix).count("1"), 128 + 9 * (mix & 4), 128 - 5 * (mix & 3)) for mix in range(16)]
+    lab = [(255 >> mix.bit_count(), 128 + 9 * (mix & 4), 128 - 5 * (mix & 3)) for mix in range(16)]
     icc = profile(b"CMYK", b"Lab ", A2B0=head + 4 * ramp + bytes(sum(lab, ())) + 3 * ramp)
     expected = in_srgb(inks, icc)
     path = saved(tmp_path, inks, "a.tiff", icc_profile=icc)
