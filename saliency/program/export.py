@@ -31,6 +31,7 @@ from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError
 from ..io.atomic_write import is_stream
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
+from ..model.answer import Answer
 from ..model.call import prepared_for_attribution, run_model
 from ..targets.classes import ClassScore, ClassTarget, as_target, class_scores, threshold
 from ..targets.question import Images, Question
@@ -132,6 +133,8 @@ def captured(
         raise NotApplicableError(f"export: {method.name} cannot be a program: {reason}")
     if isinstance(method, TimedAttribution) and method.seconds is not None:
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
+    if isinstance(example, Answer):
+        raise MethodError("export: the example is an answer; a program takes images alone, of a model of classes")
     asked = as_target(target)
     if not isinstance(asked, ClassTarget):
         raise TargetError(f"export: expected a class or None as the target, got {type(asked).__name__}")
