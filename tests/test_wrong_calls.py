@@ -69,6 +69,10 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a one-hot target": (lambda: METHOD.attribute(X, np.eye(5)[3]), "pass the class, 3"),
     "a row of scores as the target": (lambda: METHOD.attribute(X, torch.eye(5)[:1]), "target.argmax(1)"),
     "an image before its explanation": (lambda: API.overlay(IMAGE, METHOD.attribute(X)), "overlay(explanation, image)"),
+    "a drawing into no folder": (
+        lambda: API.overlay(METHOD.attribute(IMAGE)).save("nofolder/x.png"),
+        "cannot write x.png: there is no folder nofolder",
+    ),
     "a file before its explanation": (lambda: API.overlay("x.jpg", None), "overlay(explanation, image)"),
 }
 
@@ -76,7 +80,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("case", CALLS)
 def test_a_wrong_call_names_the_cure(case: str) -> None:
     call, cure = CALLS[case]
-    with pytest.raises((SaliencyError, TypeError), match=re.escape(cure)) as caught:
+    with pytest.raises((SaliencyError, TypeError, OSError), match=re.escape(cure)) as caught:
         call()
     assert "tensor(" not in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from ..errors import USER_CODE_ERRORS, SaliencyError
@@ -70,6 +72,12 @@ def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise unwritable(folder, error) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Raise StoppedError if no file can be created in a folder, or in the closest existing one above it."""
+    with writing_to(folder), TemporaryFile(dir=next(filter(Path.exists, (folder, *folder.parents)))):
+        pass
 
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:

@@ -24,7 +24,7 @@ from ..attribution.explanation import Explanation
 from ..attribution.options import declared_options
 from ..batch.drawing import ExplainMapper, ImageResults
 from ..batch.engines import SequentialEngine
-from ..batch.failures import Failure, sentence
+from ..batch.failures import Failure, require_writable, sentence
 from ..batch.folder_evaluation import evaluate as evaluate_folder
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
@@ -96,6 +96,8 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
+    if arguments.out != Path("-"):
+        require_writable(arguments.out.absolute())
     targets = choose_targets(arguments)
     texts = {word: target for word, target in targets.items() if word.startswith("text:")}
     arguments.target = next(iter(targets.values()), None)
@@ -335,6 +337,9 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
     values = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
     options, seconds, (entry,) = NetworkOptions.of(values), OutputOptions.of(values).seconds, entries
+    files = [file for file in arguments.files if file.name != "-"]
+    for file in files:
+        require_writable(file.parent)
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
         loaded = network.load(BatchSlot(0, entry, (methods[0],)))
@@ -342,13 +347,13 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1
-    files = [file for file in arguments.files if file.name != "-"]
     if len(files) < len(arguments.files):
         print(card.to_json(), end="")
     else:
         screen.say(str(card.of(card)), cut=True)
         screen.say("\n".join(["", *card.notes]))
     for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
         card.save(file)
         if len(files) == len(arguments.files):
             screen.say(f"written: {visible(file)}")

@@ -28,7 +28,7 @@ from ..attribution.heatmap import heatmap, reduce_channels, resized
 from ..attribution.passes import MOST_PASSES, MultiPassAttribution, SampledAttribution, TimedAttribution
 from ..attribution.questions import Questions, cached_serial_reason
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
-from ..io.atomic_write import is_stream
+from ..io.atomic_write import is_stream, require_folder
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
 from ..model.answer import Answer
@@ -92,8 +92,7 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
     path = Path(path)
     if path.suffix not in (".pt2", ".onnx"):
         raise MethodError(f'export: the file "{path.name}" does not end in .pt2 or .onnx')
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"export: cannot write {path.name}: there is no folder {path.parent}")
+    require_folder(path)
     if is_stream(path) or path.is_dir():
         raise FileExistsError(f"export: cannot write {path.name}: it is not a file")
     if path.suffix == ".onnx":
