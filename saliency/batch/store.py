@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from uuid import uuid4
 
 from .._version import DISTRIBUTION
 from ..io.atomic_write import durable_write, inside
-from .failures import BatchError, writing_to
+from .failures import BatchError, require_writable, writing_to
 from .listing import MOST_PER_FOLDER, ImageEntry, merge_listing, with_names
 from .manifest import CSV, MANIFEST, Manifest, Row, read_rows
 from .options import FORMATS, NetworkOptions, OutputOptions, RunOptions, Summary, fingerprint, without_address
@@ -285,10 +284,9 @@ class Store:
             parallel: Number of batches that run in parallel.
 
         Raises:
-            OSError: The folder cannot be written to.
+            StoppedError: The folder cannot be written to.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=self.out).close()
+        require_writable(self.out)
 
     def write_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Store other batch sizes, before the first results of these sizes."""

@@ -54,7 +54,7 @@ from .batch_commands import (
     split_settings,
     split_style,
 )
-from .console import Screen, UsageError
+from .console import Screen, UsageError, one_line
 from .lists import noise
 
 SHEET = "sheet.png"
@@ -96,8 +96,6 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         SaliencyError: The command line is invalid. Nothing has been written.
     """
     methods, more_images = methods_and_images(arguments.methods or [METHOD])
-    if arguments.out != Path("-"):
-        require_writable(arguments.out.absolute())
     targets = choose_targets(arguments)
     texts = {word: target for word, target in targets.items() if word.startswith("text:")}
     arguments.target = next(iter(targets.values()), None)
@@ -154,7 +152,7 @@ def _explain_inputs(
     settings, style = split_style(arguments, methods)
     options = NetworkOptions.of({**vars(arguments), "methods": methods, "options": settings})
     drawn: dict[str, Any] = {name: value for name, value in asdict(style).items() if name != "format"}
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    require_writable(arguments.out)
     failures, written = 0, 0
     for method in create_methods(options, move_model(load_model(options), one_device(options))):
         try:
@@ -303,7 +301,7 @@ def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: S
 
 
 def _result(row: Row, out: Path) -> Text:
-    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(row["error"], "dim")
+    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(one_line(row["error"]), "dim")
 
 
 def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Screen) -> None:
@@ -338,10 +336,10 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     values = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
     options, seconds, (entry,) = NetworkOptions.of(values), OutputOptions.of(values).seconds, entries
     files = [file for file in arguments.files if file.name != "-"]
-    for file in files:
-        require_writable(file.parent)
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
+        for file in files:
+            require_writable(file.parent)
         loaded = network.load(BatchSlot(0, entry, (methods[0],)))
         card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
     if isinstance(card, BaseException):
@@ -353,7 +351,6 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.say(str(card.of(card)), cut=True)
         screen.say("\n".join(["", *card.notes]))
     for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
         card.save(file)
         if len(files) == len(arguments.files):
             screen.say(f"written: {visible(file)}")

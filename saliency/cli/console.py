@@ -124,11 +124,29 @@ class Screen:
                     self._err.print(Text.assemble(("warning: ", "bold yellow"), images, message), soft_wrap=True)
 
 
+_IN_PYTHON: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r'\bpass (\w+)="(\w+)"': r"use --set \1=\2",
+    r'\bsign="(\w+)"': r"--set sign=\1",
+    r"\btarget=lambda output: .*?, or (?=saliency)|, or a function of the output as the target": "",
+    r"(\btarget=)?\bsaliency\.box\(index=(\d+)\)": r"--target box:\2",
+    r"\bsaliency\.region\(label\)": "--target region:CLASS",
+    r"\bsaliency\.text\(\.\.\.\)": '--target "text:..."',
+    r"(\bpreprocess=)?\bsaliency\.Preprocess\(((?:[^()]|\([^()]*\))*)\)": lambda found: (
+        f"--preprocess {re.sub(r'[() ]', '', found[2])}"
+    ),
+    r"\bset model\.categories to the list of names": "pass --classes FILE",
+    r"\bas categories=": "by --classes FILE",
+    r"\bpass layer=": "pass --layer",
+}
+"""Advice in Python in the messages of the library, and how the command line writes it."""
+
+
 def one_line(message: object) -> str:
-    """Return a message as one printable line, with options of methods as the command line takes them."""
+    """Return a message as one printable line, with its advice for the command line."""
     text = visible(" ".join(str(message).split()))
-    text = re.sub(r'\bpass (\w+)="(\w+)"', r"use --set \1=\2", text)
-    return re.sub(r'\bsign="(\w+)"', r"--set sign=\1", text)
+    for pattern, written in _IN_PYTHON.items():
+        text = re.sub(pattern, written, text)
+    return text
 
 
 def _console(stream: TextIO) -> Console:

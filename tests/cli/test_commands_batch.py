@@ -251,6 +251,7 @@ def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path,
     ("words", "reason"),
     [
         (["--workers", "x"], "x: expected number of threads"),
+        (["--classes", "no.txt"], "no.txt: expected class names, one per line or JSON; No such file or directory\n"),
         (["--format", "gif"], "invalid choice"),
         (["--target", "a", "--targets", "b"], "not allowed with"),
         (["--set", "smooth"], "expected OPTION=VALUE"),
@@ -263,7 +264,14 @@ def test_slips_of_the_keyboard_are_one_line(
     with pytest.raises(SystemExit) as stop:
         run(source, *words)
     assert stop.value.code == 2
-    assert reason in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert reason in err
+    assert "Error" not in err
+
+
+def test_methods_may_be_separated_by_commas(run: Run, source: Path, tmp_path: Path) -> None:
+    assert run(source, "--out", tmp_path / "out", "--limit", "1", "-m", "grad_cam,layer_cam")[0] == 0
+    assert [row["method"] for row in rows(tmp_path / "out")] == ["grad_cam", "layer_cam"]
 
 
 def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(

@@ -65,7 +65,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     words: tuple[str, str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("saliency.cli.commands.load_model", lambda options: pytest.fail("the work began"))
+    monkeypatch.setattr("saliency.batch.network.Network.load", lambda *arguments: pytest.fail("the work began"))
     (tmp_path / "file").touch()
     for more in ((), ("-m", "grad_cam", "-q")):
         assert main([words[0], photo, *more, words[1], str(tmp_path / "file" / "maps" / words[2])]) == 1
