@@ -258,8 +258,7 @@ def explained_answer() -> Answer | None:
 def target_of(target: TargetLike, images: Images) -> Target:
     """Return the target of a caller; by default the top class, or the whole answer."""
     if images.answer is not None and isinstance(target, _OF_IMAGES):
-        got = type(target).__name__ if isinstance(target, Target) else described(target)
-        raise TargetError(f'an answer has words and no classes, got {got}; pass saliency.words("red")')
+        raise TargetError(f'an answer has words and no classes, got {described(target)}; pass saliency.words("red")')
     if isinstance(target, str | list | tuple):
         target = parse_target(target, images.categories)
     return as_target(words() if target is None and images.answer else target, images.count)

@@ -102,7 +102,7 @@ class Worker:
 
     def __init__(self, mapper: Mapper, networks: Sequence[Network], threads: int) -> None:
         self._mapper = mapper
-        self._network = networks[0]
+        self._load = networks[0].load
         self._free: queue.SimpleQueue[Network] = queue.SimpleQueue()
         for network in networks:
             self._free.put(network)
@@ -110,22 +110,14 @@ class Worker:
 
     def run(self, batch: Sequence[BatchSlot]) -> list[Future[list[Row]]]:
         """Compute a batch, and start to finish its images. Return the future rows of every image."""
-        loaded = list(self.io.map(self._load, batch))
+        loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         SUBJECT.set(batch[0].entry.source if len(batch) == 1 else "")
         try:
             results = self._mapper.compute(network, loaded)
         finally:
             self._free.put(network)
-        return [self.io.submit(self._finish, *image) for image in zip(loaded, results, strict=True)]
-
-    def _load(self, slot: BatchSlot) -> LoadedImage:
-        SUBJECT.set(slot.entry.source)
-        return self._network.load(slot, MOST_PIXELS)
-
-    def _finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
-        SUBJECT.set(loaded.slot.entry.source)
-        return self._mapper.finish(loaded, results)
+        return [self.io.submit(self._mapper.finish, *image) for image in zip(loaded, results, strict=True)]
 
 
 class LocalEngine:
@@ -197,7 +189,6 @@ class SequentialEngine:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.map`."""
         (network,) = replicate(mapper.options, model, self.devices)
         for slot in chain.from_iterable(plan):
-            SUBJECT.set(slot.entry.label)
             loaded = network.load(slot)
             yield mapper.finish(loaded, *mapper.compute(network, [loaded]))
 

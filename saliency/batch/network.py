@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..aliases import option_hint
 from ..attribution.base import METHODS, Attribution, Together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
+from ..errors import SUBJECT, USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
 from ..io.inputs import Batch, Prepare
@@ -133,6 +133,7 @@ class Network:
 
         An error is returned as its `failure`.
         """
+        SUBJECT.set(slot.entry.source)
         try:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
             if slot.entry.detection is not None:

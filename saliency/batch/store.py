@@ -23,6 +23,7 @@ from uuid import uuid4
 
 from .._version import DISTRIBUTION
 from ..io.atomic_write import durable_write, inside
+from ..validation import check_path
 from .failures import BatchError, require_writable, writing_to
 from .listing import MOST_PER_FOLDER, ImageEntry, merge_listing, with_names
 from .manifest import CSV, MANIFEST, Manifest, Row, read_rows
@@ -60,15 +61,17 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[Path]:
+def locked(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Create the folder, and lock it against other runs until the block or the process ends. Yield its absolute path.
 
     A new folder in which an error left nothing is removed.
 
     Raises:
+        MethodError: `out` is not a path.
         BatchError: The folder is a file, another run has locked it, it cannot be written to, or a link has the name of
             a file or folder of a run.
     """
+    folder = check_path("out", out)
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):  # Path has removed a slash
         hint = "choose a local or mounted folder, and copy it afterwards"
         raise BatchError(f"{folder} is an address, where files cannot be locked or appended to: {hint}")

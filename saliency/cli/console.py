@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import PurePath
 from typing import Any, TextIO
 
 from rich import progress as bars
@@ -115,12 +116,14 @@ class Screen:
             warnings.simplefilter("always", SaliencyWarning)
             warnings.filterwarnings("ignore", module="pydicom")  # of details of the format
             warnings.showwarning = collect
+            before = SUBJECT.set("")
             try:
                 yield
             finally:
+                SUBJECT.reset(before)
                 for message, named in subjects.items() if not self.quiet else ():
                     others = f" and {len(named) - 2} more" if len(named) > 2 else ""
-                    images = f"{', '.join(named[:2])}{others}: " if named else ""
+                    images = f"{', '.join(PurePath(name).name for name in named[:2])}{others}: " if named else ""
                     self._err.print(Text.assemble(("warning: ", "bold yellow"), images, message), soft_wrap=True)
 
 

@@ -34,7 +34,6 @@ Prepare = Preprocess | TransformPreprocess | None
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
 
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-_ANIMATIONS = ("AVIF", "GIF", "PNG", "WEBP")
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
@@ -126,7 +125,8 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     file.seek(0)
     with errors_as(ImageError, f"{name!r} {_UNREADABLE}"):
         image = accepting[0](file, name)
-        is_animation = image.format in _ANIMATIONS and getattr(image, "is_animated", False)
+        # TIFF has pages, and MPO views of one photo.
+        is_animation = image.format in ("AVIF", "GIF", "PNG", "WEBP") and getattr(image, "is_animated", False)
     decoded = _decode_checked(image, repr(name), max_pixels)
     if is_animation:
         warn("of an animation, the first frame is explained")

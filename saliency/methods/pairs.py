@@ -152,9 +152,9 @@ def _read(method: Attribution, a: ImagesLike, b: ImagesLike) -> tuple[Batch, Bat
     """Read both sides of a pair. Raises MethodError unless each image has a partner."""
     if not isinstance(method, Attribution):
         raise MethodError(f"expected a method, such as LRP(model), got {type(method).__name__}")
-    if isinstance(a, Answer) or isinstance(b, Answer):
-        raise MethodError("a pair is of two images, got an answer; explain its words: attribute(answer, target)")
     first, second = method.read(a), method.read(b)
+    if isinstance(first, Answer) or isinstance(second, Answer):
+        raise MethodError("a pair is of two images, got an answer; explain its words: attribute(answer, target)")
     if len(first.inputs) != len(second.inputs):
         sides = " and ".join(plural(len(side.inputs), "image") for side in (first, second))
         raise MethodError(f"each image of a pair needs a partner, got {sides}")

@@ -35,6 +35,7 @@ from ..model.answer import Answer
 from ..model.call import prepared_for_attribution, run_model
 from ..targets.classes import ClassScore, ClassTarget, as_target, class_scores, threshold
 from ..targets.question import Images, Question
+from ..validation import check_path
 from .capture import capture, tracing
 from .decompositions import FOR_ONNX
 
@@ -89,7 +90,7 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         FileExistsError: The path is a folder, a device or a pipe.
         OSError: The file cannot be written. An older file stays.
     """
-    path = Path(path)
+    path = check_path("path", path)
     if path.suffix not in (".pt2", ".onnx"):
         raise MethodError(f'export: the file "{path.name}" does not end in .pt2 or .onnx')
     require_folder(path)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -588,12 +588,12 @@ def test_classes_of_an_answer_are_refused(target: Any) -> None:
 
 def test_pairs_and_programs_refuse_an_answer_in_words(tmp_path: Path) -> None:
     model, _, answer = answered("llava")
-    method = saliency.VanillaGradient(model)
-    for call in (saliency.pair, saliency.matches):
+    api, method = cast("Any", saliency), saliency.VanillaGradient(model)
+    for call in (api.pair, api.matches):
         with pytest.raises(saliency.errors.MethodError, match="a pair is of two images, got an answer"):
             call(method, answer, answer)
     with pytest.raises(saliency.errors.MethodError, match="the example is an answer"):
-        saliency.export(method, tmp_path / "a.pt2", answer)
+        api.export(method, tmp_path / "a.pt2", answer)
 
 
 def test_metrics_change_the_image_of_an_answer() -> None:
