@@ -192,9 +192,7 @@ class Network:
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))  # not judged as a tensor of a user
-        explain = Together(*methods).explain_batch
-        explained = attempt(lambda: [explanation.to("cpu") for explanation in explain(batch, targets)])
+        explained = attempt(self._explain_together, methods, x, targets)
         if not isinstance(explained, BaseException):
             return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
         # Free the memory of the pass: drop the tracebacks, which reference tensors.
@@ -218,6 +216,12 @@ class Network:
             return {method.name: [error] for method in methods}
         parts = [self._attempt(methods, x[i : i + 1], targets[i : i + 1], errors) for i in range(len(x))]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
+
+
+    def _explain_together(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> list[Explanation]:
+        # Unlike a tensor of a user, a batch is not judged. The values of a volume are checked.
+        batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))
+        return [explanation.to("cpu") for explanation in Together(*methods).explain_batch(batch, targets)]
 
 
 def trust_card(

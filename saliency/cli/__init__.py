@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # the process runs only this command
         keep_memory()
-        _silence_libtiff()
+        # libtiff writes lines of its own to standard error. Pillow raises the errors of a file.
+        with suppress(AttributeError, OSError):  # a build of Pillow that does not export libtiff
+            ctypes.CDLL(import_module("PIL._imaging").__file__).TIFFSetErrorHandler(None)
         # SIGTERM (docker stop, Slurm, Kubernetes) acts like Ctrl-C, unless the process was started to ignore it.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -62,12 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     _root_parser().print_help(sys.stderr)
     return 2
-
-
-def _silence_libtiff() -> None:
-    """Turn off the lines that libtiff writes to standard error: Pillow raises the errors of a file."""
-    with suppress(AttributeError, OSError):  # a build of Pillow that does not export libtiff
-        ctypes.CDLL(import_module("PIL._imaging").__file__).TIFFSetErrorHandler(None)
 
 
 def _run(name: str, words: Sequence[str]) -> int:

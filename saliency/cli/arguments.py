@@ -141,8 +141,7 @@ def _explained(parse: Callable[[str], Any], expected: str) -> Callable[[str], An
         try:
             return parse(text)
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else ""
-            reason = str(error) if isinstance(error, json.JSONDecodeError) else reason
+            reason = str(error) if isinstance(error, json.JSONDecodeError) else getattr(error, "strerror", "")
             raise argparse.ArgumentTypeError(f"{text}: expected {expected}{reason and f'; {reason}'}") from error
 
     return convert

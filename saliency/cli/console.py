@@ -127,16 +127,15 @@ class Screen:
                     self._err.print(Text.assemble(("warning: ", "bold yellow"), images, message), soft_wrap=True)
 
 
-_IN_PYTHON: dict[str, str | Callable[[re.Match[str]], str]] = {
+_IN_PYTHON = {
     r'\bpass (\w+)="(\w+)"': r"use --set \1=\2",
     r'\bsign="(\w+)"': r"--set sign=\1",
     r"\btarget=lambda output: .*?, or (?=saliency)|, or a function of the output as the target": "",
     r"(\btarget=)?\bsaliency\.box\(index=(\d+)\)": r"--target box:\2",
     r"\bsaliency\.region\(label\)": "--target region:CLASS",
     r"\bsaliency\.text\(\.\.\.\)": '--target "text:..."',
-    r"(\bpreprocess=)?\bsaliency\.Preprocess\(((?:[^()]|\([^()]*\))*)\)": lambda found: (
-        f"--preprocess {re.sub(r'[() ]', '', found[2])}"
-    ),
+    r"\brange=\((\w+), (\w+)\)": r"range=\1,\2",
+    r"\bpreprocess=saliency\.Preprocess\(([^()]*)\)": r"--preprocess \1",
     r"\bset model\.categories to the list of names": "pass --classes FILE",
     r"\bas categories=": "by --classes FILE",
     r"\bpass layer=": "pass --layer",
