@@ -217,7 +217,6 @@ class Network:
         parts = [self._attempt(methods, x[i : i + 1], targets[i : i + 1], errors) for i in range(len(x))]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
 
-
     def _explain_together(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> list[Explanation]:
         # Unlike a tensor of a user, a batch is not judged. The values of a volume are checked.
         batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))

@@ -46,8 +46,8 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
     """Open an image as a new upright image: RGB, or one unchanged channel of 16 or 32 bits (mode I;16, I or F).
 
     The EXIF orientation is applied, and transparency of 8 bits is composited over white. Animations give their first
-    frame. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG,
-    PPM, TIFF or WebP.
+    frame, with a warning. A colour profile is kept for `drawable`. The format of a file is detected from its content,
+    not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP.
 
     Args:
         image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
@@ -57,6 +57,9 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
 
     Raises:
         ImageError: `image` is none of these, or the file is missing, damaged, too large or not an image.
+
+    Warns:
+        SaliencyWarning: The file is an animation.
     """
     if isinstance(image, str | os.PathLike):
         return _open_path(image, max_pixels)

@@ -99,7 +99,7 @@ def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.
         for name in ("a.jpg", "a.jpg", "b.jpg"):
             SUBJECT.set(name)
             warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
-    SUBJECT.set("")
+        warnings.warn_explicit("Invalid value for VR UI", UserWarning, "valuerep.py", 1, module="pydicom.valuerep")
     assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
 
 
