@@ -134,7 +134,7 @@ _IN_PYTHON = {
     r"(\btarget=)?\bsaliency\.box\(index=(\d+)\)": r"--target box:\2",
     r"\bsaliency\.region\(label\)": "--target region:CLASS",
     r"\bsaliency\.text\(\.\.\.\)": '--target "text:..."',
-    r"\brange=\((\w+), (\w+)\)": r"range=\1,\2",
+    r"\brange=\(([-.\w]+), ([-.\w]+)\)": r"range=\1,\2",
     r"\bpreprocess=saliency\.Preprocess\(([^()]*)\)": r"--preprocess \1",
     r"\bset model\.categories to the list of names": "pass --classes FILE",
     r"\bas categories=": "by --classes FILE",
