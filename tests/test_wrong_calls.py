@@ -23,6 +23,8 @@ MODEL = tiny_model()
 METHOD: Any = saliency.GradCAM(MODEL, preprocess=saliency.Preprocess(size=(32, 32)))
 X = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 IMAGE = Image.new("RGB", (32, 32))
+TWO = torch.cat([X, X.cumsum(2)])
+PHOTO = Path(__file__).parents[1] / "assets" / "coffee.jpg"
 LOADER = DataLoader(TensorDataset(X, torch.zeros(1)))
 API: Any = saliency
 
@@ -30,6 +32,12 @@ API: Any = saliency
 class _Transform:
     def __call__(self, image: Image.Image) -> torch.Tensor:
         raise NotImplementedError
+
+
+class Unhashable:
+    __hash__: Any = None
+
+    def __call__(self, output: object) -> None: ...
 
 
 # The call, and the cure that its error names.
@@ -69,6 +77,30 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a one-hot target": (lambda: METHOD.attribute(X, np.eye(5)[3]), "pass the class, 3"),
     "a row of scores as the target": (lambda: METHOD.attribute(X, torch.eye(5)[:1]), "target.argmax(1)"),
     "an image before its explanation": (lambda: API.overlay(IMAGE, METHOD.attribute(X)), "overlay(explanation, image)"),
+    "a tensor as the file of a program": (lambda: API.export(METHOD, X, X), "path=Tensor of shape (1, 3, 32, 32): exp"),
+    "a tensor as the folder of a run": (lambda: API.batch(PHOTO, X, MODEL), "out=Tensor of shape"),
+    "a tensor as the folder of an evaluation": (lambda: API.evaluate(PHOTO, X), "out=Tensor of shape"),
+    "an image as the sources of an evaluation": (lambda: API.evaluate(IMAGE, "out"), "take images in memory"),
+    "no model to explore": (lambda: API.explore(None), "expected a torch.nn.Module, got NoneType"),
+    "an image to explore": (lambda: API.explore(MODEL, IMAGE), "this model has no preprocessing"),
+    "a number as a value of each image": (lambda: API.PerImage(3), "a list with a value for each image, got int"),
+    "a tensor as a layer": (lambda: METHOD.attribute(X, API.neuron(X, 1)), "a dotted name or a module, got Tensor"),
+    "an image as masks": (
+        lambda: API.metrics.measure("iou", METHOD.attribute(X, 0), masks=[X, IMAGE]),
+        "masks=list: expected a tensor or an array (N, H, W) of bool",
+    ),
+    "a list as a reader of boxes": (lambda: API.box(index=0, read=[]), "read=[]: expected a hashable function"),
+    "a reader of joints that cannot be a key": (lambda: API.keypoint(0, read=Unhashable()), "a hashable function"),
+    "images with different segments": (
+        lambda: API.metrics.measure(
+            "irof", METHOD.attribute(TWO, 0), model=MODEL, inputs=TWO, target=0, controls=False
+        ),
+        "different numbers of segments; measure them one by one",
+    ),
+    "a drawing into no folder": (
+        lambda: API.overlay(METHOD.attribute(IMAGE)).save("nofolder/x.png"),
+        "cannot write x.png: there is no folder nofolder",
+    ),
     "a file before its explanation": (lambda: API.overlay("x.jpg", None), "overlay(explanation, image)"),
 }
 
@@ -76,7 +108,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.parametrize("case", CALLS)
 def test_a_wrong_call_names_the_cure(case: str) -> None:
     call, cure = CALLS[case]
-    with pytest.raises((SaliencyError, TypeError), match=re.escape(cure)) as caught:
+    with pytest.raises((SaliencyError, TypeError, OSError), match=re.escape(cure)) as caught:
         call()
     assert "tensor(" not in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -690,8 +690,11 @@ class Together:
         self, inputs: ImagesLike | Answer, target: TargetLike = None, *, forward_args: ForwardArgs = ()
     ) -> list[Explanation]:
         """Return one explanation per method, in their order. Arguments and errors as for `Attribution.attribute`."""
-        first = self.methods[0]
-        batch, explain = first.read(inputs), partial(_explain_by_all, self.methods)
+        return self.explain_batch(self.methods[0].read(inputs), target, forward_args)
+
+    def explain_batch(self, batch: Batch, target: Any, forward_args: ForwardArgs = ()) -> list[Explanation]:
+        """Return one explanation per method, in their order, of a batch that was read."""
+        first, explain = self.methods[0], partial(_explain_by_all, self.methods)
         for method in self.methods[1:]:
             _require_values(method, len(batch.inputs))
         with first.call(batch, [target], forward_args):

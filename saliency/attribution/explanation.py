@@ -276,8 +276,6 @@ class Explanation(BatchAttribution):
                 f'cannot save to "{path.name}": the suffix must be .safetensors, for everything, or .npy, for the '
                 "values; to save a picture, draw it: saliency.overlay(explanation).save(...)"
             )
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
         return write_by_suffix(path, {".npy": self._npy, ".safetensors": lambda: save(*pack_explanation(self))})
 
     def _npy(self) -> bytes:

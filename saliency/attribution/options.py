@@ -34,7 +34,9 @@ class PerImage(tuple[Any, ...]):
     """
 
     def __new__(cls, values: Iterable[Any]) -> Self:
-        """Create the values from an iterable or a tensor."""
+        """Create the values from an iterable or a tensor. Raises MethodError for any other value."""
+        if not isinstance(values, Iterable):
+            raise MethodError(f"PerImage takes a list with a value for each image, got {type(values).__name__}")
         return super().__new__(cls, torch.split(values, 1) if isinstance(values, Tensor) else values)
 
 

@@ -23,9 +23,11 @@ from ..model.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call
 from ..model.dual_encoder import DualEncoder
 from ..model.inputs import InputBatch
 from ..model.layers import find, is_channels_first, trace_layers
-from ..targets.classes import TargetLike, as_target
+from ..targets.boxes import BoxTarget
+from ..targets.classes import ClassTarget, Contrast, Probability, TargetLike, as_target
 from ..targets.language import parse_target
 from ..targets.question import Categories, Images, Prompt, Question, QuestionBatch, Score, Target, one_score_each
+from ..targets.similarity import Similarity
 from ..targets.words import words
 from ..validation import described
 
@@ -33,6 +35,7 @@ _COUPLED = "one pass at a time: the images of a batch affect each other in this 
 _UNDIVIDED = "one pass at a time: the output does not show which part of it belongs to which image"
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OF_IMAGES = (int, str, ClassTarget, Contrast, Probability, BoxTarget, Similarity)
 _SHARED = str | bytes | int | float | complex | torch.dtype | torch.device | None
 
 
@@ -254,7 +257,7 @@ def explained_answer() -> Answer | None:
 
 def target_of(target: TargetLike, images: Images) -> Target:
     """Return the target of a caller; by default the top class, or the whole answer."""
-    if images.answer is not None and isinstance(target, int | str):
+    if images.answer is not None and isinstance(target, _OF_IMAGES):
         raise TargetError(f'an answer has words and no classes, got {described(target)}; pass saliency.words("red")')
     if isinstance(target, str | list | tuple):
         target = parse_target(target, images.categories)

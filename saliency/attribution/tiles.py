@@ -28,7 +28,7 @@ from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read
 from ..io.preprocess import drawable, only_normalised
 from ..model.call import ForwardArgs, bound, reference_tensor
 from ..targets.boxes import BoxTarget
-from ..targets.classes import Contrast, Located, Probability, TargetLike, per_image
+from ..targets.classes import ClassTarget, Contrast, Located, Probability, TargetLike, per_image
 from ..targets.language import parse_target
 from ..targets.regions import Keypoint, Region
 from ..validation import check_integer
@@ -207,8 +207,10 @@ def _require_mask(where: Any, size: Sequence[int]) -> None:
 def _same_in_all_tiles(target: Any) -> Any:
     """Return the target of every tile. Raises TargetError if it would differ from tile to tile."""
     classes = [target]
-    if isinstance(target, Probability | Contrast):
-        classes = [part.classes for part in (target.target, getattr(target, "against", target.target))]
+    if isinstance(target, Probability | Contrast):  # a list of one class is the class
+        names = [name for name in ("target", "against") if hasattr(target, name)]
+        parts: Any = {name: ClassTarget(per_image(getattr(target, name).classes, 1)[0]) for name in names}
+        target, classes = replace(target, **parts), [part.classes for part in parts.values()]
     if any(per_image(label, 1)[0] is None for label in classes):
         raise TargetError("with Tiled, pass a class as the target: the top class differs from tile to tile")
     if isinstance(target, BoxTarget | Keypoint):

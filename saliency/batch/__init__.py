@@ -136,7 +136,7 @@ def batch(
     network, output, run = NetworkOptions.of(arguments), OutputOptions.of(arguments), RunOptions.of(arguments)
     with without_garbage_collection():
         entries, left_out, others = find_images(sources, recursive=recursive, targets=targets)
-    with locked(Path(out)) as folder:
+    with locked(out) as folder:
         with writing_to(folder), without_garbage_collection():
             store = ManifestStore(folder, entries, network, output, run)
         if store.missing:

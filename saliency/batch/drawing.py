@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
+from ..errors import SUBJECT
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
@@ -99,6 +100,7 @@ class ExplainMapper(Mapper):
             StoppedError: The folder cannot be written to.
         """
         slot, entry, sizes = loaded.slot, loaded.slot.entry, dict[str, int]()
+        SUBJECT.set(entry.source)
         about: Row = {"index": slot.index, "source": printable(entry.source), "id": entry.name}
         about["repeated"] = results.repeated
         for drawn in draw(self.output, loaded, results) if slot.methods else ():

@@ -33,9 +33,8 @@ import torch
 from torch import nn
 
 from ..attribution.allocator import keep_memory
-from ..errors import SaliencyError, optional_import
+from ..errors import SUBJECT, SaliencyError, optional_import
 from .failures import BatchError, StoppedError, attempt, printable
-from .listing import ImageEntry
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
 from .options import NetworkOptions, RunOptions
@@ -113,6 +112,7 @@ class Worker:
         """Compute a batch, and start to finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
+        SUBJECT.set(batch[0].entry.source if len(batch) == 1 else "")
         try:
             results = self._mapper.compute(network, loaded)
         finally:
@@ -178,19 +178,17 @@ class SequentialEngine:
 
     Args:
         device: The device of the network.
-        on_start: Called with each image before it is loaded.
     """
 
     parallel = default_batch_size = 1
 
-    def __init__(self, device: torch.device, on_start: Callable[[ImageEntry], object]) -> None:
-        self.devices, self._on_start = [device], on_start
+    def __init__(self, device: torch.device) -> None:
+        self.devices = [device]
 
     def map(self, mapper: Mapper, model: nn.Module, plan: Plan) -> Generator[list[Row], None, None]:
         """Yield the rows of each image, in the order of the images. See `LocalEngine.map`."""
         (network,) = replicate(mapper.options, model, self.devices)
         for slot in chain.from_iterable(plan):
-            self._on_start(slot.entry)
             loaded = network.load(slot)
             yield mapper.finish(loaded, *mapper.compute(network, [loaded]))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import USER_CODE_ERRORS, SaliencyError
@@ -70,6 +72,13 @@ def writing_to(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise unwritable(folder, error) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Create a folder if it does not exist. Raises StoppedError if no file can be created in it."""
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def unwritable(folder: str | os.PathLike[str], error: OSError) -> StoppedError:

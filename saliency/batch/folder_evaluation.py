@@ -143,7 +143,7 @@ def evaluate(
         method: {name: value for name, value in values if name.partition(" of ")[2] in ("", method)} | about
         for method in network_options.methods
     }
-    with locked(Path(out)) as folder:
+    with locked(out) as folder:
         remove_temporary_files(folder)
         files = ResultFiles(folder, by_name, boxes, settings)
         store = ResultStore(files, merge_listing([], entries).entries, network_options.methods, limit)

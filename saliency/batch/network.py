@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..aliases import option_hint
 from ..attribution.base import METHODS, Attribution, Together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
+from ..errors import SUBJECT, USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
-from ..io.inputs import Prepare
+from ..io.inputs import Batch, Prepare
 from ..io.preprocess import Preprocess, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..model.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
@@ -133,6 +133,7 @@ class Network:
 
         An error is returned as its `failure`.
         """
+        SUBJECT.set(slot.entry.source)
         try:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
             if slot.entry.detection is not None:
@@ -191,7 +192,7 @@ class Network:
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        explained = attempt(lambda: [explanation.to("cpu") for explanation in Together(*methods).attribute(x, targets)])
+        explained = attempt(self._explain_together, methods, x, targets)
         if not isinstance(explained, BaseException):
             return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
         # Free the memory of the pass: drop the tracebacks, which reference tensors.
@@ -215,6 +216,11 @@ class Network:
             return {method.name: [error] for method in methods}
         parts = [self._attempt(methods, x[i : i + 1], targets[i : i + 1], errors) for i in range(len(x))]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
+
+    def _explain_together(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> list[Explanation]:
+        # Unlike a tensor of a user, a batch is not judged. The values of a volume are checked.
+        batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))
+        return [explanation.to("cpu") for explanation in Together(*methods).explain_batch(batch, targets)]
 
 
 def trust_card(

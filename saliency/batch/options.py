@@ -134,7 +134,9 @@ class Options:
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Create the options from the arguments of a function or command. Other arguments are ignored."""
         names = signature(cls).parameters.keys() & arguments.keys()
-        options = {name: arguments[name] for name in names if arguments[name] is not None or name == "weights"}
+        options = {
+            name: arguments[name] for name in names if arguments[name] is not None or name in ("model", "weights")
+        }
         if "methods" in options:
             options["methods"] = (
                 [options["methods"]] if isinstance(options["methods"], str) else list(options["methods"])

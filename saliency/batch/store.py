@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,8 @@ from uuid import uuid4
 
 from .._version import DISTRIBUTION
 from ..io.atomic_write import durable_write, inside
-from .failures import BatchError, writing_to
+from ..validation import check_path
+from .failures import BatchError, require_writable, writing_to
 from .listing import MOST_PER_FOLDER, ImageEntry, merge_listing, with_names
 from .manifest import CSV, MANIFEST, Manifest, Row, read_rows
 from .options import FORMATS, NetworkOptions, OutputOptions, RunOptions, Summary, fingerprint, without_address
@@ -61,15 +61,17 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.part")
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[Path]:
+def locked(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Create the folder, and lock it against other runs until the block or the process ends. Yield its absolute path.
 
     A new folder in which an error left nothing is removed.
 
     Raises:
+        MethodError: `out` is not a path.
         BatchError: The folder is a file, another run has locked it, it cannot be written to, or a link has the name of
             a file or folder of a run.
     """
+    folder = check_path("out", out)
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):  # Path has removed a slash
         hint = "choose a local or mounted folder, and copy it afterwards"
         raise BatchError(f"{folder} is an address, where files cannot be locked or appended to: {hint}")
@@ -285,10 +287,9 @@ class Store:
             parallel: Number of batches that run in parallel.
 
         Raises:
-            OSError: The folder cannot be written to.
+            StoppedError: The folder cannot be written to.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=self.out).close()
+        require_writable(self.out)
 
     def write_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Store other batch sizes, before the first results of these sizes."""

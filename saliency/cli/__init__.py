@@ -6,10 +6,13 @@ Nothing here imports torch, so that help, version and usage errors are printed w
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -45,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # the process runs only this command
         keep_memory()
+        # libtiff writes lines of its own to standard error. Pillow raises the errors of a file.
+        with suppress(AttributeError, OSError):  # a build of Pillow that does not export libtiff
+            ctypes.CDLL(import_module("PIL._imaging").__file__).TIFFSetErrorHandler(None)
         # SIGTERM (docker stop, Slurm, Kubernetes) acts like Ctrl-C, unless the process was started to ignore it.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)

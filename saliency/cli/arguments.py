@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             return ""
         value = value if equals else "".join(words[words.index(word) + 1 :][:1]) or "..."
         before = f"{flag} {shlex.quote(value)}" if "VALUE" in form else flag
-        return f"{before} is now {option} {shlex.quote(form.replace('VALUE', value))}"
+        return f"{before} is written {option} {shlex.quote(form.replace('VALUE', value))}"
 
 
 def arguments_of(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -141,7 +141,8 @@ def _explained(parse: Callable[[str], Any], expected: str) -> Callable[[str], An
         try:
             return parse(text)
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise argparse.ArgumentTypeError(f"{text}: expected {expected}; {type(error).__name__}: {error}") from error
+            reason = str(error) if isinstance(error, json.JSONDecodeError) else getattr(error, "strerror", "")
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}{reason and f'; {reason}'}") from error
 
     return convert
 

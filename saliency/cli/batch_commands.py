@@ -138,13 +138,13 @@ def read_sources(words: list[str]) -> Iterator[str]:
 
 
 def select_methods(names: Sequence[str]) -> list[str]:
-    """Return the methods given by --method, without duplicates. "all" selects every method."""
+    """Return the methods given by --method, also as a,b, without duplicates. "all" selects every method."""
     every: Sequence[str] = ()
     if ALL in names:
         from ..methods import METHODS
 
         every = list(METHODS)
-    return list(dict.fromkeys(method for name in names for method in (every if name == ALL else [name])))
+    return list(dict.fromkeys(method for name in names for method in (every if name == ALL else name.split(","))))
 
 
 def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set[str]) -> None:

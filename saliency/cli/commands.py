@@ -24,7 +24,7 @@ from ..attribution.explanation import Explanation
 from ..attribution.options import declared_options
 from ..batch.drawing import ExplainMapper, ImageResults
 from ..batch.engines import SequentialEngine
-from ..batch.failures import Failure, sentence
+from ..batch.failures import Failure, require_writable, sentence
 from ..batch.folder_evaluation import evaluate as evaluate_folder
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
@@ -34,7 +34,7 @@ from ..batch.plan import BatchSlot
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
-from ..errors import SaliencyError, plural, visible
+from ..errors import SUBJECT, SaliencyError, plural, visible
 from ..evaluation.metrics.base import get_metric
 from ..io.atomic_write import atomic_write, inside
 from ..methods import METHODS
@@ -54,7 +54,7 @@ from .batch_commands import (
     split_settings,
     split_style,
 )
-from .console import Screen, UsageError
+from .console import Screen, UsageError, one_line
 from .lists import noise
 
 SHEET = "sheet.png"
@@ -152,7 +152,7 @@ def _explain_inputs(
     settings, style = split_style(arguments, methods)
     options = NetworkOptions.of({**vars(arguments), "methods": methods, "options": settings})
     drawn: dict[str, Any] = {name: value for name, value in asdict(style).items() if name != "format"}
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    require_writable(arguments.out)
     failures, written = 0, 0
     for method in create_methods(options, move_model(load_model(options), one_device(options))):
         try:
@@ -202,14 +202,14 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
     try:
         with screen.progress() as show:
             options, output = NetworkOptions.of(values), OutputOptions.of(values)
-            engine = SequentialEngine(one_device(options), lambda entry: screen.name_subject(entry.label))
+            engine = SequentialEngine(one_device(options))
             mapper = CollectingMapper(options=options, out=out, output=output, rows=rows, thumbs=thumbs)
             execute(mapper, Store(out, entries, methods), engine, RunOptions(on_progress=show))
     except SaliencyError:  # an invalid option, for which the first image failed, or a full disk
         rows[:] = [row for row in rows if row["overlay"]]
         raise
     finally:
-        screen.name_subject("")
+        SUBJECT.set("")
         failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
     if thumbs:
         _write_sheet(list(thumbs.values()), methods, output.style, screen, out)
@@ -301,7 +301,7 @@ def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: S
 
 
 def _result(row: Row, out: Path) -> Text:
-    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(row["error"], "dim")
+    return Text(visible(out / row["overlay"])) if row["overlay"] else Text(one_line(row["error"]), "dim")
 
 
 def _print_totals(written: Sequence[Row], failures: int, out: Path, screen: Screen) -> None:
@@ -335,14 +335,16 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
     values = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
     options, seconds, (entry,) = NetworkOptions.of(values), OutputOptions.of(values).seconds, entries
+    files = [file for file in arguments.files if file.name != "-"]
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
+        for file in files:
+            require_writable(file.parent)
         loaded = network.load(BatchSlot(0, entry, (methods[0],)))
         card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1
-    files = [file for file in arguments.files if file.name != "-"]
     if len(files) < len(arguments.files):
         print(card.to_json(), end="")
     else:

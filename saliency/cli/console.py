@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import PurePath
 from typing import Any, TextIO
 
 from rich import progress as bars
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..batch import Progress
-from ..errors import SaliencyError, SaliencyWarning, plural, visible
+from ..errors import SUBJECT, SaliencyError, SaliencyWarning, plural, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
 
@@ -36,21 +37,15 @@ class Screen:
         quiet: Whether only errors are printed.
 
     Attributes:
-        subject: Image that is being processed; it is named in front of its warnings.
         is_terminal: Whether standard output is a terminal.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.subject = ""
         self._out = _console(sys.stdout)
         self._out.quiet = quiet
         self._err = _console(sys.stderr)
         self.is_terminal = self._out.is_terminal
-
-    def name_subject(self, name: str) -> None:
-        """Name the image that is processed from now on; empty for none."""
-        self.subject = visible(name)
 
     def say(self, line: str | Text = "", *, cut: bool = False) -> None:
         """Print lines. On a terminal they are wrapped, or cut to its width."""
@@ -109,31 +104,51 @@ class Screen:
 
     @contextmanager
     def collected_warnings(self) -> Iterator[None]:
-        """Collect the warnings of the block, and print each once at its end, on one line without source code."""
+        """Collect the warnings of the block, and print each once at its end, on one line, with its images."""
         subjects: dict[str, list[str]] = {}
 
         def collect(message: Warning | str, *_: Any, **__: Any) -> None:
             named = subjects.setdefault(one_line(message), [])
-            if self.subject and self.subject not in named:
-                named.append(self.subject)
+            if (subject := visible(SUBJECT.get())) and subject not in named:
+                named.append(subject)
 
         with warnings.catch_warnings():
             warnings.simplefilter("always", SaliencyWarning)
+            warnings.filterwarnings("ignore", module="pydicom")  # of details of the format
             warnings.showwarning = collect
+            before = SUBJECT.set("")
             try:
                 yield
             finally:
+                SUBJECT.reset(before)
                 for message, named in subjects.items() if not self.quiet else ():
                     others = f" and {len(named) - 2} more" if len(named) > 2 else ""
-                    images = f"{', '.join(named[:2])}{others}: " if named else ""
+                    images = f"{', '.join(PurePath(name).name for name in named[:2])}{others}: " if named else ""
                     self._err.print(Text.assemble(("warning: ", "bold yellow"), images, message), soft_wrap=True)
 
 
+_IN_PYTHON = {
+    r'\bpass (\w+)="(\w+)"': r"use --set \1=\2",
+    r'\bsign="(\w+)"': r"--set sign=\1",
+    r"\btarget=lambda output: .*?, or (?=saliency)|, or a function of the output as the target": "",
+    r"(\btarget=)?\bsaliency\.box\(index=(\d+)\)": r"--target box:\2",
+    r"\bsaliency\.region\(label\)": "--target region:CLASS",
+    r"\bsaliency\.text\(\.\.\.\)": '--target "text:..."',
+    r"\brange=\(([-.\w]+), ([-.\w]+)\)": r"range=\1,\2",
+    r"\bpreprocess=saliency\.Preprocess\(([^()]*)\)": r"--preprocess \1",
+    r"\bset model\.categories to the list of names": "pass --classes FILE",
+    r"\bas categories=": "by --classes FILE",
+    r"\bpass layer=": "pass --layer",
+}
+"""Advice in Python in the messages of the library, and how the command line writes it."""
+
+
 def one_line(message: object) -> str:
-    """Return a message as one printable line, with options of methods as the command line takes them."""
+    """Return a message as one printable line, with its advice for the command line."""
     text = visible(" ".join(str(message).split()))
-    text = re.sub(r'\bpass (\w+)="(\w+)"', r"use --set \1=\2", text)
-    return re.sub(r'\bsign="(\w+)"', r"--set sign=\1", text)
+    for pattern, written in _IN_PYTHON.items():
+        text = re.sub(pattern, written, text)
+    return text
 
 
 def _console(stream: TextIO) -> Console:

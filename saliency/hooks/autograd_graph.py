@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..errors import CALL, NotApplicableError, TargetError
+from ..errors import CALL, ModelError, NotApplicableError, TargetError
 
 State = TypeVar("State")
 
@@ -597,6 +597,7 @@ def differentiate(
 
     Raises:
         NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
+        ModelError: cuDNN ran a recurrent layer in evaluation mode.
     """
     ends: Any = inputs  # PyTorch declares tensors or edges, and takes both
     try:
@@ -605,5 +606,8 @@ def differentiate(
         nodes = _postorder(output) if isinstance(output, Tensor) else ()
         if any(isinstance(node, CHECKPOINT_NODE) for node, _ in nodes):
             raise NotApplicableError(REENTRANT) from error
+        if "RNN backward" in str(error):  # of cuDNN and MIOpen
+            cure = "call the method in a block: with torch.backends.cudnn.flags(enabled=False)"
+            raise ModelError(f"cuDNN has no backward pass of recurrent layers in evaluation mode; {cure}") from error
         raise
     return grads

@@ -5,6 +5,7 @@ The classes of nodes are taken from probes, `type(torch.relu(t).grad_fn)`, becau
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -224,7 +225,10 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
         elif kind is not None:
             (rectifiers if kind in _RECTIFIERS else others).append(Nonlinearity(node, kind.name))
         elif opaque := _opaque(node):
-            hidden[opaque] += 1
+            if smooth := re.search("swish|silu|gelu|mish", opaque, re.IGNORECASE):
+                others.append(Nonlinearity(node, smooth[0].lower()))
+            else:
+                hidden[opaque] += 1
     return Nonlinearities(rectifiers, others, hidden)
 
 

@@ -106,10 +106,17 @@ def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable
         OSError: The file cannot be written.
     """
     path = Path(path)
+    require_folder(path)
     check_choice("suffix", path.suffix, tuple(writers))
     with atomic_write(path) as temporary:
         temporary.write_bytes(writers[path.suffix]())
     return path
+
+
+def require_folder(path: Path) -> None:
+    """Raise FileNotFoundError if the folder of a file does not exist."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path.name}: there is no folder {path.parent}")
 
 
 def is_stream(path: Path) -> bool:

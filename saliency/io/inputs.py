@@ -46,8 +46,8 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
     """Open an image as a new upright image: RGB, or one unchanged channel of 16 or 32 bits (mode I;16, I or F).
 
     The EXIF orientation is applied, and transparency of 8 bits is composited over white. Animations give their first
-    frame. The format of a file is detected from its content, not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG,
-    PPM, TIFF or WebP.
+    frame, with a warning. A colour profile is kept for `drawable`. The format of a file is detected from its content,
+    not from its name: AVIF, BMP, GIF, JPEG, JPEG 2000, PNG, PPM, TIFF or WebP.
 
     Args:
         image: A path, the bytes of a file, a file open in binary mode, a PIL image, a uint8 or uint16 array (H, W, 3),
@@ -57,6 +57,9 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
 
     Raises:
         ImageError: `image` is none of these, or the file is missing, damaged, too large or not an image.
+
+    Warns:
+        SaliencyWarning: The file is an animation.
     """
     if isinstance(image, str | os.PathLike):
         return _open_path(image, max_pixels)
@@ -125,7 +128,12 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
     file.seek(0)
     with errors_as(ImageError, f"{name!r} {_UNREADABLE}"):
         image = accepting[0](file, name)
-    return _decode_checked(image, repr(name), max_pixels)
+        # TIFF has pages, and MPO views of one photo.
+        is_animation = image.format in ("AVIF", "GIF", "PNG", "WEBP") and getattr(image, "is_animated", False)
+    decoded = _decode_checked(image, repr(name), max_pixels)
+    if is_animation:
+        warn("of an animation, the first frame is explained")
+    return decoded
 
 
 def encode(image: Image.Image, format: str, **options: int) -> bytes:
@@ -159,13 +167,18 @@ def _apply_orientation(image: Image.Image) -> Image.Image:
 
 
 def _without_metadata(image: Image.Image) -> Image.Image:
-    """Return a new image, in RGB unless it is deep, without metadata, so that its orientation is not applied twice."""
+    """Return a new image, in RGB unless it is deep, without metadata, so that its orientation is not applied twice.
+
+    The colour profile is kept for `drawable`, and a CMYK image, whose profile does not apply to RGB.
+    """
+    kept: Any = {name: image.info[name] for name in ("icc_profile", "cmyk", "range", "inverted") if name in image.info}
+    kept |= {"cmyk": image} if image.mode == "CMYK" and kept else {}
     is_transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
     if is_transparent and not is_deep(image):
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.copy() if is_deep(image) else image.convert("RGB")  # a copy, even if it is RGB already
-    image.info.clear()
+    image.info = kept
     return image
 
 

@@ -6,16 +6,18 @@ A `Preprocess` describes resizing, cropping and normalisation. Any other callabl
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageCms
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
@@ -78,17 +80,33 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
 
 
 def drawable(image: Image.Image, range: Range | None = None) -> Image.Image:
-    """Return an image to draw on, in RGB. A deep image is scaled by its range, as for the model.
+    """Return an image to draw on, in sRGB. A deep image is scaled by its range, as for the model.
 
     Without a range, an image that uses less than an eighth of 0..65535 is stretched to its minimum and maximum.
     """
     if not is_deep(image):
-        return image
+        return _as_srgb(image) if "icc_profile" in image.info else image
     values = np.asarray(image)
     least, most = float(values.min()), float(values.max())
     is_dark = image.mode != "F" and 0 <= least < most < _DARK
     grey = scaled_grey(image, (least, most) if range is None and is_dark else range)
     return _rounded(grey)
+
+
+def _as_srgb(image: Image.Image) -> Image.Image:
+    """Convert an image to sRGB, without its profile. A profile that is damaged or of other channels is ignored."""
+    converted = image.copy()
+    converted.info.clear()
+    with suppress(OSError, ImportError, ImageCms.PyCMSError):
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(image.info["icc_profile"]))
+        if (profile.profile.profile_description or "").startswith("sRGB"):
+            return converted
+        is_grey = profile.profile.xcolor_space.strip() == "GRAY"
+        source = image.convert("L") if is_grey else image.info.get("cmyk", image)
+        convert = ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), source.mode, "RGB")
+        converted = convert.apply(source)
+        converted.info.clear()
+    return converted
 
 
 def _rounded(grey: Image.Image) -> Image.Image:

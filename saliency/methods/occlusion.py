@@ -41,7 +41,7 @@ class Occlusion(TimedAttribution):
 
     Args:
         window: The edge of the window in pixels of the model's input, or one number for each axis, such as (height,
-            width); cropped to the image.
+            width); cropped at axes that are shorter.
         stride: The step of the window, or one for each axis; not more than the window.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
@@ -79,7 +79,12 @@ class Occlusion(TimedAttribution):
         """Compute the mean drop over the windows that cover each pixel."""
         x, budget = passes.x, passes.budget
         size = tuple(x.shape[2:])
-        window = tuple(map(min, _edges(self.window, len(size)), size))
+        edges = _edges(self.window, len(size))
+        if all(edge > length for edge, length in zip(edges, size, strict=True)):
+            shape, fits = " x ".join(map(str, size)), max(1, min(size) // 4)
+            cure = f"pass smaller ones, such as window={fits}, stride={max(1, fits // 2)}"
+            raise MethodError(f"window={self.window} is larger than the input of {shape} pixels; {cure}")
+        window = tuple(map(min, edges, size))
         steps = zip(size, window, _edges(self.stride, len(size)), strict=True)
         starts = [[*range(0, length - edge, step), length - edge] for length, edge, step in steps]  # the last fits in
         first = list(product(*map(_covering, starts, window)))

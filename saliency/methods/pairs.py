@@ -17,6 +17,7 @@ from ..attribution.passes import chunk_size
 from ..errors import MethodError, TargetError, plural
 from ..io.axes import at_least_float32
 from ..io.inputs import Batch, ImagesLike
+from ..model.answer import Answer
 from ..model.call import NO_ARGUMENTS, prepared_for_attribution, run_model
 from ..targets.classes import TargetList, embedding
 from ..targets.question import Images, QuestionBatch
@@ -152,6 +153,8 @@ def _read(method: Attribution, a: ImagesLike, b: ImagesLike) -> tuple[Batch, Bat
     if not isinstance(method, Attribution):
         raise MethodError(f"expected a method, such as LRP(model), got {type(method).__name__}")
     first, second = method.read(a), method.read(b)
+    if isinstance(first, Answer) or isinstance(second, Answer):
+        raise MethodError("a pair is of two images, got an answer; explain its words: attribute(answer, target)")
     if len(first.inputs) != len(second.inputs):
         sides = " and ".join(plural(len(side.inputs), "image") for side in (first, second))
         raise MethodError(f"each image of a pair needs a partner, got {sides}")

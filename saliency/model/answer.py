@@ -21,6 +21,7 @@ from ..hooks.pytree import tree_tensors
 from ..io.axes import at_least_float32
 from ..io.geometry import Box, Frame
 from ..io.inputs import Batch, ImageLike, open_image, split_images
+from ..io.preprocess import drawable
 from ..io.probe import boxes_of_views
 from ..targets.classes import output_tensor
 from ..targets.question import AnswerText, encode, token_texts
@@ -229,7 +230,7 @@ def generate(
         written = AnswerText(tuple(ids), token_texts(tokenizer, ids, context=len(ids)), tokenizer)
         sequence = torch.cat([before, before.new_tensor(ids[-1:])])
         size = arguments.inputs.shape[2:]
-        frames = tuple(Frame(image, _padded_box(c, size)) for image, c in zip(opened, canvases, strict=True))
+        frames = tuple(Frame(drawable(image), _padded_box(c, size)) for image, c in zip(opened, canvases, strict=True))
         untraced = Answer(arguments.inputs, frames, arguments, network, text, sequence, is_image, written)
         traced = [_trace(untraced, number) for number in range(len(opened))]
     tokens = [view for number, (_, rows) in enumerate(traced) for view in _image_tokens(untraced, number, rows)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -431,8 +432,10 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
                 reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"
             if axes == [4] and args[0].shape[-1] in (1, 3, 4) and min(args[0].shape[1:3]) > 4:
                 reason += "; the tensor looks like (N, H, W, C): pass x.permute(0, 3, 1, 2)"
-            if "missing" in reason and "argument" in reason:
-                reason += '; pass other arguments as forward_args, and several images by name, {"rgb": image, ...}'
+            if missing := re.search(r"missing .*argument.*?'(\w+)'", reason):
+                name, first = missing[1], next(iter(inspect.signature(model.forward).parameters))
+                cure = f'forward_args={{"{name}": value}}, or images by name, {{"{first}": image, "{name}": other}}'
+                reason += f"; pass it as {cure}"
             if "input_ids" in reason:
                 reason += "; pass an answer of saliency.generate. Export and metrics of the predicted class take none"
             raise ModelError(f"the model ({type(model).__name__}) refused an input of {received}: {reason}") from error

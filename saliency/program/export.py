@@ -28,12 +28,14 @@ from ..attribution.heatmap import heatmap, reduce_channels, resized
 from ..attribution.passes import MOST_PASSES, MultiPassAttribution, SampledAttribution, TimedAttribution
 from ..attribution.questions import Questions, cached_serial_reason
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
-from ..io.atomic_write import is_stream
+from ..io.atomic_write import is_stream, require_folder
 from ..io.inputs import ImagesLike
 from ..io.preprocess import Preprocess
+from ..model.answer import Answer
 from ..model.call import prepared_for_attribution, run_model
 from ..targets.classes import ClassScore, ClassTarget, as_target, class_scores, threshold
 from ..targets.question import Images, Question
+from ..validation import check_path
 from .capture import capture, tracing
 from .decompositions import FOR_ONNX
 
@@ -88,11 +90,10 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         FileExistsError: The path is a folder, a device or a pipe.
         OSError: The file cannot be written. An older file stays.
     """
-    path = Path(path)
+    path = check_path("path", path)
     if path.suffix not in (".pt2", ".onnx"):
         raise MethodError(f'export: the file "{path.name}" does not end in .pt2 or .onnx')
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"export: cannot write {path.name}: there is no folder {path.parent}")
+    require_folder(path)
     if is_stream(path) or path.is_dir():
         raise FileExistsError(f"export: cannot write {path.name}: it is not a file")
     if path.suffix == ".onnx":
@@ -132,6 +133,8 @@ def captured(
         raise NotApplicableError(f"export: {method.name} cannot be a program: {reason}")
     if isinstance(method, TimedAttribution) and method.seconds is not None:
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
+    if isinstance(example, Answer):
+        raise MethodError("export: the example is an answer; a program takes images alone, of a model of classes")
     asked = as_target(target)
     if not isinstance(asked, ClassTarget):
         raise TargetError(f"export: expected a class or None as the target, got {type(asked).__name__}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image, ImageColor, ImageDraw
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import require_explanation
 from ..errors import RenderError, errors_as
+from ..io.atomic_write import require_folder
 from ..io.geometry import Frame, Geometry, resize_box, scaled_size
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import drawable
@@ -327,6 +329,8 @@ class Drawing(Image.Image):
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
         """Write the image as `PIL.Image.Image.save` does, with `compress_level=1` unless another level is given."""
+        if isinstance(fp, str | Path):
+            require_folder(Path(fp))
         super().save(fp, format, **{"compress_level": 1, **params})
 
 

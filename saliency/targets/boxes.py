@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import NotFoundError, TargetError
 from ..io.geometry import Box, Geometry
 from ..validation import check_choice, is_integer, is_real
-from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, iou
+from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, check_read, iou
 from .classes import class_index, class_name, require_class
 from .question import Categories, Images, Question, QuestionBatch, Readings, Target
 
@@ -361,5 +361,6 @@ def box(
         check_choice("link", link, ("softmax", "sigmoid"), error=TargetError)
     if against is not None and of != "class":
         raise TargetError(f'against= compares classes; it cannot be combined with of="{of}"')
+    check_read(read)
     position, index = as_place("box", box, 4) if point is None else as_place("point", point, 2), int(index or 0)
     return BoxTarget(position=position, index=index, label=cls, quantity=of, against=against, link=link, read=read)

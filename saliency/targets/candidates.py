@@ -5,7 +5,7 @@ This is the only file that knows the formats of detectors. It distinguishes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import TargetError
 from ..io.geometry import Geometry
+from ..validation import described
 from .classes import require_class
 
 BoxLink = Literal["sigmoid", "softmax", "label"]
@@ -376,6 +377,12 @@ def _unit(size: tuple[int, int], like: Tensor) -> Tensor:
 def _logit(probabilities: Tensor) -> Tensor:
     """Return logits. In float32, probabilities of 1 are below infinity."""
     return torch.logit(probabilities, torch.finfo(probabilities.dtype).eps)
+
+
+def check_read(read: object) -> None:
+    """Raise TargetError unless `read` is None, or a function that can be the key of a cache."""
+    if read is not None and not (callable(read) and isinstance(read, Hashable)):
+        raise TargetError(f"read={described(read)}: expected a hashable function of the output")
 
 
 def _described(output: Any) -> str:

@@ -16,7 +16,7 @@ from ..io.axes import along_rows, max_pool
 from ..io.geometry import Geometry
 from ..validation import check_choice, is_integer
 from .boxes import BoxTarget, as_place, as_text, require_inside
-from .candidates import CandidatesFunction
+from .candidates import CandidatesFunction, check_read
 from .classes import class_index, class_name, output_tensor, require_class, threshold
 from .question import Images, Question, QuestionBatch, Target
 
@@ -351,9 +351,10 @@ def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | No
         read: As in `box`.
 
     Raises:
-        TargetError: `person` is not a whole number. In `attribute`: the model has no such joint, or the image has no
-            such person.
+        TargetError: `person` is not a whole number, or `read` is not a function. In `attribute`: the model has no such
+            joint, or the image has no such person.
     """
     if not is_integer(person, least=0):
         raise TargetError(f"person={person!r}: expected a whole number from 0")
+    check_read(read)
     return Keypoint(joint=joint, person=int(person), read=read)

@@ -23,6 +23,7 @@ captum = pytest.importorskip("captum.attr")
 
 TWO_STREAMS = ("late", "middle", "early", "shared")
 COMPLETE = ("input_x_gradient", "integrated_gradients", "deep_lift", "lrp", "attn_lrp")
+WINDOW: dict[str, Any] = {"window": 8, "stride": 4}
 
 
 def keep(calls: list[Tensor], module: nn.Module, arguments: Any, output: Tensor) -> None:
@@ -219,7 +220,8 @@ def test_bad_inputs_are_named() -> None:
         method.attribute(inputs, 1, explain=["d"])
     with pytest.raises(KeyError, match="there is one of 'rgb', 'depth'"):
         method.attribute(inputs, 1)["d"]
-    with pytest.raises(ModelError, match=r"missing 1 required .*forward_args"):
+    cure = r'forward_args={"depth": value}, or images by name, {"rgb": image, "depth": other}$'
+    with pytest.raises(ModelError, match=f"missing 1 required .*{cure}"):
         method.attribute({"rgb": inputs["rgb"]}, 1)
 
 
@@ -227,7 +229,7 @@ def test_a_depth_of_one_row_serves_all_images() -> None:
     model, inputs = case("late")
     single = {**inputs, "depth": inputs["depth"][:1]}
     repeated = {**inputs, "depth": inputs["depth"][:1].repeat(2, 1, 1, 1)}
-    for method in (saliency.InputXGradient(model), saliency.GradCAM(model), saliency.Occlusion(model)):
+    for method in (saliency.InputXGradient(model), saliency.GradCAM(model), saliency.Occlusion(model, **WINDOW)):
         for own, expected in zip(*(method.attribute(given, 1).values() for given in (single, repeated)), strict=True):
             torch.testing.assert_close(own.values, expected.values)
 
@@ -235,7 +237,7 @@ def test_a_depth_of_one_row_serves_all_images() -> None:
 def test_a_batch_is_its_cases() -> None:
     for name in CASES:
         model, inputs = case(name)
-        for method in (saliency.LRP(model), saliency.Occlusion(model)):
+        for method in (saliency.LRP(model), saliency.Occlusion(model, **WINDOW)):
             both = method.attribute(inputs, target_of(name))
             for row in range(2):
                 single = {key: own[row : row + 1] if isinstance(own, Tensor) else own for key, own in inputs.items()}
@@ -273,15 +275,15 @@ def test_a_group_of_images_is_hidden_at_the_same_places() -> None:
             out: Tensor = model(x[:, :3], x[:, 3:])
             return out
 
-    result = saliency.Occlusion(model).attribute(inputs, 1, explain=[("rgb", "depth"), "rgb"])
+    result = saliency.Occlusion(model, **WINDOW).attribute(inputs, 1, explain=[("rgb", "depth"), "rgb"])
     assert list(result) == [("rgb", "depth"), "rgb"]
-    expected = saliency.Occlusion(Joined()).attribute(joined, 1)
+    expected = saliency.Occlusion(Joined(), **WINDOW).attribute(joined, 1)
     torch.testing.assert_close(result["rgb", "depth"].values, expected.values)
     gradient = saliency.InputXGradient(model).attribute(inputs, 1, explain=[("rgb", "depth")])["rgb", "depth"]
     torch.testing.assert_close(gradient.values, saliency.InputXGradient(Joined()).attribute(joined, 1).values)
     other, sizes = case("late")
     with pytest.raises(ImageError, match="rgb 16x20, depth 12x16"):
-        saliency.Occlusion(other).attribute(sizes, 1, explain=[("rgb", "depth")])
+        saliency.Occlusion(other, **WINDOW).attribute(sizes, 1, explain=[("rgb", "depth")])
     with pytest.raises(MethodError, match='segments="inputs" is for models with several inputs'):
         saliency.KernelSHAP(saliency.testing.tiny_model(), segments="inputs").attribute(torch.randn(3, 8, 8), 1)
 

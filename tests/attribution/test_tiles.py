@@ -73,6 +73,15 @@ def test_a_network_with_pooling_gives_the_whole_map_up_to_one_factor() -> None:
     assert torch.allclose(tiled * (32 * 32) / (64 * 80), whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
 
 
+def test_a_list_of_one_class_is_the_class_also_in_a_contrast() -> None:
+    tiled, x = Tiled(saliency.VanillaGradient(PooledNet()), size=16, overlap=4), noise(24, 24).float()
+    for given, target in (
+        (saliency.contrast([1], [0]), saliency.contrast(1, 0)),
+        (saliency.probability([1]), saliency.probability(1)),
+    ):
+        assert torch.equal(tiled.attribute(x, given).values, tiled.attribute(x, target).values)
+
+
 def test_a_strided_network_needs_steps_of_its_stride() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()

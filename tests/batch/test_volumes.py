@@ -18,7 +18,7 @@ import saliency
 from saliency.batch import BatchError, batch
 from saliency.cli import main
 from saliency.errors import ImageError, NonFiniteError
-from saliency.io.inputs import read
+from saliency.io.inputs import open_image, read
 from saliency.io.volumes import read_volume
 from tests.batchwork import assert_same, noise, rows
 
@@ -391,3 +391,13 @@ def test_a_volume_with_nan_names_the_cure(tmp_path: Path) -> None:
     nibabel.save(nibabel.Nifti1Image(np.full(SIZE, np.nan, np.float32), STRAIGHT), tmp_path / "scan.nii")
     with pytest.raises(NonFiniteError, match=r"nan_to_num\(\) does, for a file in its preprocessing"):
         read(tmp_path / "scan.nii")
+    batch(tmp_path / "scan.nii", tmp_path / "out", Squares(), ["input_x_gradient"], target=0)
+    (row,) = rows(tmp_path / "out")
+    assert row["error_kind"] == "NonFiniteError"
+    assert "nan_to_num()" in row["error"]
+
+
+def test_an_xray_that_was_opened_keeps_its_window(tmp_path: Path) -> None:
+    path = write_xray(tmp_path / "x.dcm")
+    once, again = (read(image, saliency.Preprocess(size=(16, 16))) for image in (path, open_image(path)))
+    assert torch.equal(once.inputs, again.inputs)

@@ -387,11 +387,11 @@ def test_an_error_in_the_model_costs_only_its_photo(
     batches: list[torch.Tensor] = []
 
     class Fragile(Together):
-        def attribute(self, inputs: Any, target: Any = None, **options: Any) -> list[saliency.Explanation]:
-            batches.append(inputs)
+        def explain_batch(self, batch: Any, target: Any, forward_args: Any = ()) -> list[saliency.Explanation]:
+            batches.append(batch.inputs)
             if len(batches) <= 2:
                 raise RuntimeError("out of memory\nfor 3 reasons")
-            return super().attribute(inputs, target, **options)
+            return super().explain_batch(batch, target, forward_args)
 
     monkeypatch.setattr("saliency.batch.network.Together", Fragile)
     answer = explain(run, tmp_path, *PHOTOS)
@@ -523,7 +523,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_any_work(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    assert f"File exists: '{file}'" in explain(run, file, COFFEE).err
+    assert f"{file} cannot be written to: File exists; finished images are kept" in explain(run, file, COFFEE).err
     assert "Not a directory" in explain(run, file / "out", COFFEE).err
     assert file.read_text() == "mine"
 
@@ -532,8 +532,8 @@ def test_a_folder_that_cannot_be_written_to_is_said_before_any_work(
 
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     got = explain(run, tmp_path / "out", COFFEE)
-    assert (got.code, got.out) == (2, "")
-    assert "Permission denied" in got.err
+    assert (got.code, got.out) == (1, "")
+    assert "out cannot be written to: Permission denied; finished images are kept: check the folder" in got.err
 
 
 def test_no_photo_of_the_run_is_ever_replaced(run: Callable[..., Run], tmp_path: Path) -> None:

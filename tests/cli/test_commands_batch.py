@@ -95,6 +95,49 @@ def test_failures_above_twenty_are_counted_with_their_file(run: Run, source: Pat
     assert f"3 more failures are in {tmp_path}/out/manifest.jsonl" in err
 
 
+def test_a_bright_file_is_not_judged_as_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Tiny()
+    model.preprocess = saliency.Preprocess((16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
+    (tmp_path / "in").mkdir()
+    for value in (140, 200, 250):  # above the mean in each pixel, as in 0..1
+        Image.new("RGB", (20, 16), (value, value, 255)).save(tmp_path / "in" / f"{value}.png")
+    assert main(["batch", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    assert "float tensor" not in capsys.readouterr().err
+
+
+def test_warnings_of_a_run_name_their_files_once_with_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny())
+    (tmp_path / "in").mkdir()
+    for index in range(5):
+        frames = [Image.effect_noise((20, 16), 40 + index).convert("RGB") for _ in range(2)]
+        frames[0].save(tmp_path / "in" / f"{index}.gif", save_all=True, append_images=frames[1:])
+    assert main(["batch", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "first frame" in line]
+    files, _, rest = line.removeprefix("warning: ").partition(": ")
+    assert rest == "of an animation, the first frame is explained"
+    assert files.count(".gif") == 2
+    assert files.endswith(" and 3 more")
+
+
+def test_the_lines_of_libtiff_stay_off_the_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "a.tiff"
+    Image.effect_noise((64, 64), 90).save(file, compression="tiff_lzw")
+    content = file.read_bytes()
+    file.write_bytes(content[:200] + bytes(255 - byte for byte in content[200:400]) + content[400:])
+    read = "try: open_image(sys.argv[1])\nexcept ImageError: print('refused')"
+    start = "from saliency.cli import main; sys.argv[1:2] = ['--version', sys.argv[1]]; main(); del sys.argv[1]"
+    for before, is_said in (("", True), (start, False)):
+        code = f"import sys\nfrom saliency.io.inputs import *\n{before}\n{read}"
+        told = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=True)  # noqa: S603
+        assert told.stdout.endswith("refused\n")
+        assert bool(told.stderr) is is_said, told.stderr
+
+
 @pytest.mark.parametrize("separator", [b"\n", b"\r\n", b"\0"])
 def test_paths_may_come_through_a_pipe(
     run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: bytes
@@ -208,6 +251,7 @@ def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path,
     ("words", "reason"),
     [
         (["--workers", "x"], "x: expected number of threads"),
+        (["--classes", "no.txt"], "no.txt: expected class names, one per line or JSON; No such file or directory\n"),
         (["--format", "gif"], "invalid choice"),
         (["--target", "a", "--targets", "b"], "not allowed with"),
         (["--set", "smooth"], "expected OPTION=VALUE"),
@@ -220,7 +264,14 @@ def test_slips_of_the_keyboard_are_one_line(
     with pytest.raises(SystemExit) as stop:
         run(source, *words)
     assert stop.value.code == 2
-    assert reason in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert reason in err
+    assert "Error" not in err
+
+
+def test_methods_may_be_separated_by_commas(run: Run, source: Path, tmp_path: Path) -> None:
+    assert run(source, "--out", tmp_path / "out", "--limit", "1", "-m", "grad_cam,layer_cam")[0] == 0
+    assert [row["method"] for row in rows(tmp_path / "out")] == ["grad_cam", "layer_cam"]
 
 
 def test_a_full_disk_is_told_in_one_line_and_is_exit_code_1(

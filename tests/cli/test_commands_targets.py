@@ -175,17 +175,18 @@ def test_a_target_that_a_model_or_photo_does_not_have_is_one_clear_line(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("explain --box 1,2,3,4", "--box 1,2,3,4 is now --target box:1,2,3,4"),
-        ("batch --point=1,2", "--point 1,2 is now --target box:1,2"),
-        ("evaluate --index 0", "--index 0 is now --target box:0"),
-        ("trust --region cat", "--region cat is now --target region:cat"),
-        ("explain --where border", "--where border is now --target region:CLASS:border"),
-        ("serve --whole-aspect", "--whole-aspect is now --whole aspect"),
-        ("batch --colormap bwr", "--colormap bwr is now --set colormap=bwr"),
-        ("evaluate --set-metric steps=2", "--set-metric steps=2 is now --set metric.steps=2"),
-        ("evaluate --masks folder", "--masks folder is now --objects folder"),
-        ("trust --html card.html", "--html card.html is now --out card.html"),
-        ("trust --json", "--json is now --out -"),
+        ("explain --box 1,2,3,4", "--box 1,2,3,4 is written --target box:1,2,3,4"),
+        ("batch --point=1,2", "--point 1,2 is written --target box:1,2"),
+        ("evaluate --index 0", "--index 0 is written --target box:0"),
+        ("trust --region cat", "--region cat is written --target region:cat"),
+        ("explain --where border", "--where border is written --target region:CLASS:border"),
+        ("serve --whole-aspect", "--whole-aspect is written --whole aspect"),
+        ("batch --colormap bwr", "--colormap bwr is written --set colormap=bwr"),
+        ("evaluate --set-metric steps=2", "--set-metric steps=2 is written --set metric.steps=2"),
+        ("evaluate --masks folder", "--masks folder is written --objects folder"),
+        ("trust --html card.html", "--html card.html is written --out card.html"),
+        ("trust --json", "--json is written --out -"),
+        ("explain --class tabby", "--class tabby is written --target tabby"),
         ("explain --html card.html", 'no option "--html"'),
         ("models --box 1,2", 'no option "--box"'),
     ],
@@ -197,7 +198,7 @@ def test_an_option_of_an_earlier_version_is_answered_by_the_new_spelling(words: 
 
 
 def test_a_text_with_spaces_is_quoted_in_the_new_spelling(run: Run) -> None:
-    assert "--text 'a cat' is now --target 'text:a cat'" in run("explain", "photo.jpg", "--text", "a cat")[2]
+    assert "--text 'a cat' is written --target 'text:a cat'" in run("explain", "photo.jpg", "--text", "a cat")[2]
 
 
 def test_an_image_after_whole_or_a_target_is_an_image(run: Run, photo: Path) -> None:

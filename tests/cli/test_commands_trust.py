@@ -57,6 +57,27 @@ def test_trust_takes_one_image_and_one_method(photo: str, capsys: pytest.Capture
     assert "seconds=0.0 is not a finite number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [("trust", "-o", "card.html"), ("explain", "--out", "maps")])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    photo: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.Network.load", lambda *arguments: pytest.fail("the work began"))
+    (tmp_path / "file").touch()
+    for more in ((), ("-m", "grad_cam", "-q")):
+        assert main([words[0], photo, *more, words[1], str(tmp_path / "file" / "maps" / words[2])]) == 1
+        line = capsys.readouterr().err
+        assert "cannot be written to: Not a directory; finished images are kept: check the folder" in line
+
+
+def test_the_folder_of_a_card_is_created(photo: str, tmp_path: Path) -> None:
+    assert main(["trust", photo, *GRADIENT, "-o", str(tmp_path / "a" / "b" / "card.json"), "--seconds", "0.1"]) == 0
+    assert (tmp_path / "a" / "b" / "card.json").is_file()
+
+
 def test_an_image_that_cannot_be_read_has_no_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.jpg").write_bytes(b"no picture")
     assert main(["trust", str(tmp_path / "broken.jpg"), *GRADIENT]) == 1

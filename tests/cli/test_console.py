@@ -8,16 +8,22 @@ import select
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from rich.cells import cell_len
 from rich.text import Text
 
 from saliency.cli import main
 from saliency.cli.console import Screen, one_line
-from saliency.errors import SaliencyWarning, visible
+from saliency.errors import SUBJECT, SaliencyError, SaliencyWarning, visible
+from saliency.io.preprocess import drawable
+from saliency.targets.classes import class_index, class_scores
 from tests.batchwork import forked
 from tests.commandline import copies, started
 
@@ -90,8 +96,10 @@ def test_a_pipe_gets_whole_lines_without_colours(capsys: pytest.CaptureFixture[s
 def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen()
     with screen.collected_warnings():
-        for screen.subject in ("a.jpg", "a.jpg", "b.jpg"):
+        for name in ("a.jpg", "a.jpg", "b.jpg"):
+            SUBJECT.set(name)
             warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
+        warnings.warn_explicit("Invalid value for VR UI", UserWarning, "valuerep.py", 1, module="pydicom.valuerep")
     assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
 
 
@@ -112,6 +120,26 @@ def test_visible_names_keep_letters_and_escape_commands() -> None:
 def test_a_message_names_options_as_the_command_line_takes_them() -> None:
     assert one_line('pass smooth="positive"') == "use --set smooth=positive"
     assert one_line('negative; sign="signed" shows\nthem') == "negative; --set sign=signed shows them"
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (lambda: class_scores(torch.zeros(1, 3, 20)), "; pass --target box:0 for a detector"),
+        (lambda: class_scores(torch.zeros(1, 3, 9, 9)), "; pass --target region:CLASS"),
+        (lambda: class_scores([{"boxes": torch.zeros(4)}]), ", for example --target box:0"),
+        (lambda: class_scores({"scores": torch.zeros(4), "boxes": torch.zeros(4)}), " --target box:0 for a detector"),
+        (lambda: class_index("tabby", None), 'pass --classes FILE, or pass --target "text:..." for a text'),
+        (lambda: drawable(Image.fromarray(np.zeros((4, 4), np.float32))), ", --preprocess range=low,high"),
+    ],
+)
+def test_advice_in_python_is_written_for_the_command_line(call: Callable[[], object], cure: str) -> None:
+    with pytest.raises(SaliencyError) as caught:
+        call()
+    line = one_line(caught.value)
+    assert line.endswith(cure)
+    assert "saliency." not in line
+    assert "lambda" not in line
 
 
 def test_a_quiet_screen_draws_no_table(capsys: pytest.CaptureFixture[str]) -> None:

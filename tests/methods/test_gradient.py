@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import saliency
 from saliency import METHODS, DeconvNet, Explanation, GuidedBackprop, InputXGradient, VanillaGradient
 from saliency.attribution.base import TracedAttribution
-from saliency.errors import NotApplicableError, SaliencyWarning, TargetError
+from saliency.errors import ModelError, NotApplicableError, SaliencyWarning, TargetError
 from saliency.io.preprocess import as_preprocess
 from tests.models import FunctionModel, small_vgg
 from tests.reference import RULES, error, reference
@@ -661,6 +661,42 @@ def test_a_network_without_rectifiers_is_refused_and_the_option_named(rule: str)
     found = explained(Smooth(F.silu, F.gelu), noisy_images(), rule, smooth="positive")
     assert found.coverage is not None
     assert found.coverage.rewritten == {"silu": 2, "gelu": 1}
+
+
+class SwishImplementation(torch.autograd.Function):
+    """The Swish that efficientnet_pytorch writes to save memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,), (grad,) = ctx.saved_tensors, grads
+        return grad * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
+
+
+def test_a_swish_with_its_own_backward_is_a_swish_and_no_relu() -> None:
+    model, twin, x = Smooth(SwishImplementation.apply), Smooth(F.silu), noisy_images()
+    twin.load_state_dict(model.state_dict())
+    with pytest.raises(NotApplicableError, match=r'no ReLU was called.*smooth="positive" to rewrite its \d swish$'):
+        GuidedBackprop(model).attribute(x, 0)
+    found, expected = (GuidedBackprop(m, smooth="positive").attribute(x, 0) for m in (model, twin))
+    torch.testing.assert_close(found.values, expected.values)
+
+
+class CudnnRNN(SwishImplementation):
+    """The backward of a recurrent layer of cuDNN in evaluation mode."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+
+def test_the_missing_backward_of_cudnn_names_its_cure() -> None:
+    with pytest.raises(ModelError, match=r"torch\.backends\.cudnn\.flags\(enabled=False\)"):
+        VanillaGradient(Smooth(CudnnRNN.apply)).attribute(noisy_images(), 0)
 
 
 @rules

@@ -52,9 +52,11 @@ def test_a_window_of_one_pixel_gives_gradient_times_input_of_a_linear_model() ->
     torch.testing.assert_close(found.values, (x * model.weight).sum(1, keepdim=True).detach())
 
 
-def test_a_window_larger_than_the_picture_is_the_whole_picture() -> None:
+def test_a_window_that_covers_the_picture_is_one_pass_and_a_larger_one_is_refused() -> None:
     model, x = Linear(), picture()
-    found = Occlusion(model).attribute(x, 0)
+    with pytest.raises(MethodError, match="window=32 is larger than the input of 8 x 10 pixels"):
+        Occlusion(model).attribute(x, 0)
+    found = Occlusion(model, window=10, stride=8).attribute(x, 0)
     torch.testing.assert_close(found.values, (model(x)[0, 0] - model.bias).detach().expand(1, 1, 8, 10))
     assert found.run_stats[0].passes == 1
 
@@ -124,7 +126,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None
 @pytest.mark.parametrize("fill", [(1.0, 2.0), torch.zeros(3, 4, 4)])
 def test_a_fill_that_does_not_fit_the_image_is_refused(fill: Any) -> None:
     with pytest.raises(MethodError, match=r"channels|size"):
-        Occlusion(Linear(), fill=fill).attribute(picture(), 0)
+        Occlusion(Linear(), window=4, stride=4, fill=fill).attribute(picture(), 0)
 
 
 # Fills.

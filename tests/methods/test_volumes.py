@@ -115,7 +115,7 @@ def test_a_wrapped_method_for_images_refuses_a_volume() -> None:
     with pytest.raises(saliency.errors.NotApplicableError, match=f"xrai {TWO_AXES}"):
         saliency.SmoothGrad(saliency.XRAI(model, steps=2), passes=2).attribute(volume(), 0)
     with pytest.raises(saliency.errors.NotApplicableError, match=f'fill="inpaint" {TWO_AXES}'):
-        saliency.Occlusion(model, fill="inpaint").attribute(volume(), 0)
+        saliency.Occlusion(model, window=4, stride=4, fill="inpaint").attribute(volume(), 0)
 
 
 # Independent references.

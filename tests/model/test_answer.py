@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -576,11 +576,24 @@ def test_images_that_the_prompt_does_not_show_are_refused() -> None:
         saliency.generate(model, processor, list(scenes.images), "caption")
 
 
-@pytest.mark.parametrize("target", [3, "red"])
-def test_classes_of_an_answer_are_refused(target: int | str) -> None:
+OF_IMAGES = (saliency.contrast(1, 2), saliency.probability("red"), saliency.box(index=0), saliency.similarity(scene()))
+
+
+@pytest.mark.parametrize("target", [3, "red", *OF_IMAGES])
+def test_classes_of_an_answer_are_refused(target: Any) -> None:
     model, _, answer = answered("llava")
     with pytest.raises(saliency.errors.TargetError, match="an answer has words and no classes"):
         saliency.VanillaGradient(model).attribute(answer, target)
+
+
+def test_pairs_and_programs_refuse_an_answer_in_words(tmp_path: Path) -> None:
+    model, _, answer = answered("llava")
+    api, method = cast("Any", saliency), saliency.VanillaGradient(model)
+    for call in (api.pair, api.matches):
+        with pytest.raises(saliency.errors.MethodError, match="a pair is of two images, got an answer"):
+            call(method, answer, answer)
+    with pytest.raises(saliency.errors.MethodError, match="the example is an answer"):
+        api.export(method, tmp_path / "a.pt2", answer)
 
 
 def test_metrics_change_the_image_of_an_answer() -> None:

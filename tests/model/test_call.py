@@ -422,7 +422,8 @@ class Wrapper(Tensor):
     "name", ["vanilla_gradient", "guided_backprop", "integrated_gradients", "full_grad", "occlusion"]
 )
 def test_an_input_of_a_subclass_of_tensor_is_explained_as_a_plain_one(name: str) -> None:
-    method, x = saliency.METHODS[name](tiny_model()), noise(1, 3, 16, 16)
+    cls, x = saliency.METHODS[name], noise(1, 3, 16, 16)
+    method = cls(tiny_model(), **cls.preview_options)
     values = method.attribute(x.as_subclass(Tagged), 0).values
     assert type(values) is Tensor
     torch.testing.assert_close(values, method.attribute(x, 0).values)

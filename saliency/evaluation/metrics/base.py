@@ -31,7 +31,7 @@ from ...targets.question import Question
 from ...targets.regions import Keypoint, Region
 from ...targets.similarity import ITSELF, SelfSimilarity, similarity
 from ...targets.words import Words
-from ...validation import Registry, check_choice, check_integer
+from ...validation import Registry, check_choice, check_integer, described
 
 ScoreKind = Literal["probability", "explained"]
 _T = TypeVar("_T")
@@ -82,7 +82,12 @@ class Outcome(NamedTuple):
 
 
 def stacked(outcomes: Sequence[Outcome], dim: int) -> Outcome:
-    """Stack outcomes: of each image, at dimension 1, or of the map and each control, at dimension 0."""
+    """Stack outcomes: of each image, at dimension 1, or of the map and each control, at dimension 0.
+
+    Raises MethodError if the curves of the images have different lengths.
+    """
+    if len({getattr(outcome.curves, "shape", None) for outcome in outcomes}) > 1:
+        raise MethodError("the images have different numbers of segments; measure them one by one")
     names = ("values", "error", "difference_error", "curves")
     parts = {name: [getattr(outcome, name) for outcome in outcomes] for name in names}
     stacks: Any = {name: torch.stack(part, dim).cpu().double() for name, part in parts.items() if part[0] is not None}
@@ -349,7 +354,7 @@ class Subject(SharedResults):
             raise MethodError(f"this metric needs the position of the object: {hint}{note if self._is_located else ''}")
         size = self.explanation.input_size
         kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --objects reads files)"
-        with errors_as(MethodError, f"masks={self._masks!r}: expected {kind}"):
+        with errors_as(MethodError, f"masks={described(self._masks)}: expected {kind}"):
             masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
         if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
             expected = (len(self.explanation), *size)
