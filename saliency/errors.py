@@ -108,8 +108,6 @@ def errors_as(kind: type[SaliencyError], problem: str) -> Iterator[None]:
 
 CALL: ContextVar[Any] = ContextVar("call")
 """The state of the call of this thread, see `model.call.Call`. It is declared here because `warn` reads it."""
-SUBJECT: ContextVar[str] = ContextVar("subject", default="")
-"""The image of a run that this thread processes. The command line names it in front of the warnings."""
 
 
 def warn(message: str, category: type[Warning] = SaliencyWarning) -> None:

@@ -19,13 +19,13 @@ from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
-from ..errors import SUBJECT
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
 from ..io.geometry import Frame, scaled_size
 from ..io.inputs import encode
 from ..io.volumes import Volume, encode_map, place_map
+from ..model.call import name_subject
 from ..render.blending import heat_image, paint
 from ..render.overlay import encode_drawing
 from ..render.scaling import DIVERGING, SEQUENTIAL, ScaledMap, scale_map
@@ -100,7 +100,7 @@ class ExplainMapper(Mapper):
             StoppedError: The folder cannot be written to.
         """
         slot, entry, sizes = loaded.slot, loaded.slot.entry, dict[str, int]()
-        SUBJECT.set(entry.source)
+        name_subject(entry.source)
         about: Row = {"index": slot.index, "source": printable(entry.source), "id": entry.name}
         about["repeated"] = results.repeated
         for drawn in draw(self.output, loaded, results) if slot.methods else ():

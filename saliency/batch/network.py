@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ..aliases import option_hint
 from ..attribution.base import METHODS, Attribution, Together, get_method
 from ..attribution.explanation import Explanation
-from ..errors import SUBJECT, USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
+from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
 from ..io.inputs import Batch, Prepare
 from ..io.preprocess import Preprocess, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
-from ..model.call import is_out_of_memory, prepared_for_attribution, reference_tensor, run_model
+from ..model.call import is_out_of_memory, name_subject, prepared_for_attribution, reference_tensor, run_model
 from ..targets.boxes import BoxTarget, box
 from ..targets.classes import Located, class_index
 from ..targets.language import parse_target
@@ -133,7 +133,7 @@ class Network:
 
         An error is returned as its `failure`.
         """
-        SUBJECT.set(slot.entry.source)
+        name_subject(slot.entry.source)
         try:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
             if slot.entry.detection is not None:

@@ -34,10 +34,11 @@ from ..batch.plan import BatchSlot
 from ..batch.run import execute
 from ..batch.sources import Found, find_images
 from ..batch.store import Store, file_names
-from ..errors import SUBJECT, SaliencyError, plural, visible
+from ..errors import SaliencyError, plural, visible
 from ..evaluation.metrics.base import get_metric
 from ..io.atomic_write import atomic_write, inside
 from ..methods import METHODS
+from ..model.call import name_subject
 from ..render.blending import shrink
 from ..render.figure import PRINT_DPI, as_png
 from ..render.overlay import overlay, save_drawing
@@ -209,7 +210,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         rows[:] = [row for row in rows if row["overlay"]]
         raise
     finally:
-        SUBJECT.set("")
+        name_subject("")
         failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
     if thumbs:
         _write_sheet(list(thumbs.values()), methods, output.style, screen, out)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..batch import Progress
-from ..errors import SUBJECT, SaliencyError, SaliencyWarning, plural, visible
+from ..errors import CALL, SaliencyError, SaliencyWarning, plural, visible
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
 
@@ -109,18 +109,16 @@ class Screen:
 
         def collect(message: Warning | str, *_: Any, **__: Any) -> None:
             named = subjects.setdefault(one_line(message), [])
-            if (subject := visible(SUBJECT.get())) and subject not in named:
+            if (subject := visible(getattr(CALL.get(None), "subject", ""))) and subject not in named:
                 named.append(subject)
 
         with warnings.catch_warnings():
             warnings.simplefilter("always", SaliencyWarning)
             warnings.filterwarnings("ignore", module="pydicom")  # of details of the format
             warnings.showwarning = collect
-            before = SUBJECT.set("")
             try:
                 yield
             finally:
-                SUBJECT.reset(before)
                 for message, named in subjects.items() if not self.quiet else ():
                     others = f" and {len(named) - 2} more" if len(named) > 2 else ""
                     images = f"{', '.join(PurePath(name).name for name in named[:2])}{others}: " if named else ""

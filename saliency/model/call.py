@@ -58,6 +58,7 @@ class Call(NamedTuple):
         modules: The modules of the prepared model, the model first.
         other_layers: A function that returns the calls of layers that read other images, which are no default layers.
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
+        subject: The image of a run that the thread processes.
     """
 
     values: Mapping[Any, Any] = {}
@@ -72,6 +73,7 @@ class Call(NamedTuple):
     modules: Sequence[nn.Module] = ()
     other_layers: Callable[[], frozenset[Reading]] | None = None
     warned: set[tuple[str, int]] | None = None
+    subject: str = ""
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
@@ -132,6 +134,11 @@ def bind_image(image: int) -> AbstractContextManager[None]:
 def current_call() -> Call:
     """Return the state of the innermost call of this thread."""
     return cast("Call", CALL.get(_NOTHING))
+
+
+def name_subject(name: str) -> None:
+    """Set the image of a run that this thread processes, which the command line names in front of its warnings."""
+    CALL.set(current_call()._replace(subject=name))
 
 
 def modules_of(model: nn.Module) -> Sequence[nn.Module]:

@@ -21,8 +21,9 @@ from rich.text import Text
 
 from saliency.cli import main
 from saliency.cli.console import Screen, one_line
-from saliency.errors import SUBJECT, SaliencyError, SaliencyWarning, visible
+from saliency.errors import SaliencyError, SaliencyWarning, visible
 from saliency.io.preprocess import drawable
+from saliency.model.call import name_subject
 from saliency.targets.classes import class_index, class_scores
 from tests.batchwork import forked
 from tests.commandline import copies, started
@@ -97,8 +98,9 @@ def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.
     screen = Screen()
     with screen.collected_warnings():
         for name in ("a.jpg", "a.jpg", "b.jpg"):
-            SUBJECT.set(name)
+            name_subject(name)
             warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
+        name_subject("")
         warnings.warn_explicit("Invalid value for VR UI", UserWarning, "valuerep.py", 1, module="pydicom.valuerep")
     assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
 
