@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
-from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.explanation import BatchAttribution, Setting, Sign
 from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
@@ -110,7 +110,7 @@ class LayerCombination(LayerAttribution):
 
     Args:
         calls: Of a module that is called several times, as in a recurrent network, "last" reads the last call, and
-            "sum" adds the maps of all calls. It expects that each call sees the whole image.
+            "sum" adds the maps of all calls, each of which must see the whole image.
     """
 
     needs = Needs("layers", backwards=1)
@@ -118,6 +118,11 @@ class LayerCombination(LayerAttribution):
     reads_levels = True
     assumes_unsigned: ClassVar[bool] = False
     """Whether the weights assume activations of at least zero. If so, the method warns about negative activations."""
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """Options of this method by name, with `calls` only if it is set."""
+        return {name: value for name, value in super().settings.items() if (name, value) != ("calls", "last")}
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the needs at the layers, and at all their calls if these are added."""

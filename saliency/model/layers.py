@@ -583,7 +583,7 @@ def read_calls(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor], 
         return [read_call(model, x, name, calls)]
     if not all_calls and next(model.get_submodule(name).parameters(), None) is not None:
         problem = f'layer "{name}" is called {len(calls)} times in a forward, and the last call is read'
-        warn(f'{problem}; to add the maps of all calls, pass calls="sum" to a CAM')
+        warn(f'{problem}; if no call sees a flipped or cropped image, calls="sum" of a CAM adds the maps of all calls')
     return calls if all_calls else calls[-1:]
 
 

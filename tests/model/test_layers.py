@@ -707,4 +707,5 @@ def test_the_layers_of_a_network_that_averages_over_flips_are_no_default(dims: t
     with pytest.raises(LayerError, match=r"no layer of Flips has a spatial output, not mirrored, .*the network inside"):
         GradCAM(model).attribute(images(1), 0)
     assert GradCAM(model.net).attribute(images(1), 0).layer
-    assert GradCAM(model, "net.last").attribute(images(1), 0).layer == "net.last"
+    with pytest.warns(saliency.errors.SaliencyWarning, match="is called 2 times"):
+        assert GradCAM(model, "net.last").attribute(images(1), 0).layer == "net.last"
