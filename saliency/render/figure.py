@@ -129,6 +129,8 @@ def draw_maps(
     image_rows = [single_images(row, "figure") for row in listed]
     by_image = list(chain.from_iterable(map(_by_image, image_rows)))
     if shared == "method":
+        if columns is not None:
+            raise RenderError(f'shared="method" draws one column per method; leave out columns={columns}')
         return _draw_columns(by_image, title or "", (colormap, opacity), smoothing, label, parse_math)
     limit = shared_limit(chain.from_iterable(image_rows), smoothing=smoothing) if shared else None
     groups = []

@@ -284,6 +284,8 @@ def test_a_figure_by_method_of_rows_that_do_not_fit_together_is_an_error() -> No
     rows = rows_of([(9, 9), (9, 9)], ["grad_cam", "layer_cam"])
     with pytest.raises(RenderError, match="row 1 has the methods layer_cam, grad_cam"):
         figure([rows[0], rows[1][::-1]], shared="method")
+    with pytest.raises(RenderError, match="leave out columns=3"):
+        figure(rows, shared="method", columns=3)
     with pytest.raises(RenderError, match="shared='row'"):
         figure(rows, shared="row")  # type: ignore[arg-type]
 
