@@ -33,7 +33,6 @@ import torch
 from torch import nn
 
 from ..attribution.allocator import keep_memory
-from ..attribution.passes import listening
 from ..errors import SaliencyError, optional_import
 from .failures import BatchError, StoppedError, attempt, printable
 from .listing import ImageEntry
@@ -111,21 +110,11 @@ class Worker:
         self.io = ThreadPoolExecutor(threads, "saliency-io", set_threads, (1,))
 
     def run(self, batch: Sequence[BatchSlot]) -> list[Future[list[Row]]]:
-        """Compute a batch, and start to finish its images. Return the future rows of every image.
-
-        Raises:
-            KeyboardInterrupt: The run was interrupted during the passes of a method.
-        """
-
-        def check(*progress: Any) -> None:
-            if self._mapper.is_interrupted():
-                raise KeyboardInterrupt
-
+        """Compute a batch, and start to finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         try:
-            with listening(check):
-                results = self._mapper.compute(network, loaded)
+            results = self._mapper.compute(network, loaded)
         finally:
             self._free.put(network)
         return [self.io.submit(self._mapper.finish, *image) for image in zip(loaded, results, strict=True)]

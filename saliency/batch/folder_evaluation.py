@@ -124,8 +124,7 @@ def evaluate(
         BatchError: There is no image or no mask, the folder is in use, or an option is invalid.
         StoppedError: The folder cannot be written to.
         SaliencyError: The model, a method, a metric, a layer or the target of all images does not exist.
-        KeyboardInterrupt: Ctrl-C was pressed. Methods in progress are finished first, and their values are kept, except
-            methods of many passes.
+        KeyboardInterrupt: Ctrl-C was pressed. Methods in progress are finished first, and their values are kept.
     """
     arguments = locals()
     network_options, run = NetworkOptions.of(arguments), RunOptions.of(arguments)

@@ -178,6 +178,8 @@ def _draw_columns(
         bars.append(replace(scaled[0], is_saturated=any(part.is_saturated for part in scaled), outliers=outliers))
     drawing, grid = draw_panels(panels, width, title=title, margins=(LABEL_WIDTH, BAR_SPACE), parse_math=parse_math)
     drawing.set_layout_engine("constrained", w_pad=GAP, h_pad=GAP, wspace=0, hspace=0)
+    for axes in grid[0]:
+        axes.title.set_parse_math(parse_math and _has_one_class(rows[0]))
     for row, [axes, *_] in zip(rows, grid, strict=True):
         if _has_one_class(row):
             lines = textwrap.wrap(row[0].target_names[0], letters, max_lines=2, placeholder="…")
@@ -420,7 +422,7 @@ def draw_panels(
         title: A title above everything.
         below: The height of an empty second subfigure; 0 for none.
         margins: The width to the left of all panels, and the height above and below them together.
-        parse_math: Whether titles may contain formulas between dollar signs.
+        parse_math: Whether the title may contain formulas between dollar signs.
     """
     columns = max(map(len, rows))
     ratios = [max(panel.image.height / panel.image.width for panel in row) for row in rows]
@@ -436,7 +438,7 @@ def draw_panels(
     filled = [list(axes[: len(row)]) for axes, row in zip(grid, rows, strict=True)]
     for axes, panel in zip(chain.from_iterable(filled), chain.from_iterable(rows), strict=True):
         axes.imshow(panel.image)
-        axes.set_title("\n".join(panel.names), fontsize=TITLE_SIZE, pad=4, parse_math=parse_math)
+        axes.set_title("\n".join(panel.names), fontsize=TITLE_SIZE, pad=4, parse_math=False)
     return drawing, filled
 
 

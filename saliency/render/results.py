@@ -60,7 +60,8 @@ def figure(
         shared: For explanations, whether all maps have one scale, so that equal colours mean equal values; "method" for
             one scale per method.
         label: For explanations, the label of the bars; by default the method's units.
-        parse_math: For explanations, whether titles and `label` may contain formulas, such as "$w_k$".
+        parse_math: For explanations, whether `title`, `label` and the titles of columns may contain formulas, such as
+            "$w_k$".
         foreground: For features, as in `Features.pca`.
         count: For matches, the maximum number of lines; by default 20.
         query: For attention, as in `LayerAttention.maps`. A point is marked by a cross.

@@ -255,6 +255,9 @@ def test_a_figure_by_method_names_columns_by_the_keys_of_a_mapping() -> None:
     settings = [replace(each, settings={"steps": 9}) for each in maps]
     _, panels = by_method({"Grad-CAM": maps, "Ours": settings})
     assert [panel.get_title() for panel in panels] == ["image", "Grad-CAM", "Ours", "", "", ""]
+    _, panels = by_method({"$w_k$": [replace(maps[0], questions=(QuestionFacts("US$ or A$", 7),))]}, parse_math=True)
+    assert panels[1].title.get_parse_math()
+    assert not panels[0].texts[0].get_parse_math()
     _, panels = by_method({"A very longLine of a title": maps[0]})
     assert panels[1].get_title() == "A very long Line of a\ntitle"
 
