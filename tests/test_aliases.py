@@ -44,7 +44,7 @@ X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
         ("grad_cam", "targets", "pass the target to attribute"),
         ("grad_cam", "use_cuda", "move the model to the device"),
         ("grad_cam", "reshape_transform", "it is called layout here"),
-        ("grad_cam", "n_steps", "the options are model, layer, preprocess, categories"),
+        ("grad_cam", "n_steps", "the options are model, layer, calls, preprocess, categories"),
     ],
 )
 def test_an_unknown_option_is_answered_by_the_one_that_is_meant(name: str, option: str, hint: str) -> None:

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..aliases import known_keywords, refuse_keywords
 from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
+from ..io.axes import as_text
 from ..io.geometry import Frame
 from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
@@ -498,6 +499,8 @@ class Attribution(HasOptions, ABC):
         values, evidence = explanation.values.flatten(1), explanation.evidence
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
         shows_nothing = (largest <= explanation.rounding_errors).tolist()
+        cells = explanation.values.shape[2:] if explanation.layer else ()
+        has_one_cell = any(count == 1 < pixels for count, pixels in zip(cells, explanation.input_size, strict=False))
         shares = explanation.image_share if "token_shares" in evidence else None
         residuals, rises = list[float](), list[float]()
         if self.units == "score" and "residual" in evidence and "ledger" not in evidence:
@@ -520,6 +523,9 @@ class Attribution(HasOptions, ABC):
                 note = f"the values miss {residuals[index]:.2g} of an increase of the score by {rises[index]:.2g}"
             elif self.ignores_sign and question.is_difference:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
+            elif has_one_cell:
+                grid = f"layer {explanation.layer} has a grid of {as_text(cells)}"
+                note = f"{grid}, so the map shows no position along an axis of one cell; an earlier layer= may"
             yield note
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ from ..hooks.rectifiers import Nonlinearities, find_nonlinearities
 from ..io.axes import at_least_float32
 from ..model.answer import Answer
 from ..model.call import leaf, run_model
-from ..model.layers import Layout, find, layout_of, read_call
+from ..model.layers import Layout, find, layout_of, read_calls
 from ..validation import check_choice, check_integer
 from .questions import Questions, explained_answer
 
@@ -57,6 +57,7 @@ class Needs:
         modules: The names of the modules whose operations such a method distinguishes.
         attention: Whether the attention is read, so that the method only works on networks in which every token attends
             to all tokens.
+        all_calls: Whether the outputs of all calls of the layers are kept, and not of their last calls only.
     """
 
     gradients: RecordedFrom = "input"
@@ -65,6 +66,7 @@ class Needs:
     values: SavedValues = SavedValues.NOTHING
     modules: tuple[str, ...] = ()
     attention: bool = False
+    all_calls: bool = False
 
     def __post_init__(self) -> None:
         """Raise MethodError for a value of another kind, which would fail only when the method runs."""
@@ -87,6 +89,7 @@ class Needs:
             SavedValues.ALL if differ else max(self.values, other.values),
             tuple(dict.fromkeys(self.modules + other.modules)),
             self.attention or other.attention,
+            self.all_calls or other.all_calls,
         )
 
 
@@ -132,9 +135,11 @@ class SharedForward:
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers: dict[str, Tensor] = {}
+        self.calls: dict[str, list[Tensor]] = {}
         for name, calls in captured.items():
-            output = calls[-1] if calls else None
-            self.layers[name] = _readable(name, output if len(calls) < 2 else read_call(model, self.x, name, calls))
+            read = read_calls(model, self.x, name, calls, all_calls=needs.all_calls) if len(calls) > 1 else calls
+            self.calls[name] = [_readable(name, output) for output in read] or [_readable(name, None)]
+            self.layers[name] = self.calls[name][-1]
         self._layouts: dict[str, Layout] = {}
 
     @cached_property
@@ -258,14 +263,15 @@ class TargetGradients:
         with self.forward.autocast:
             return TargetGradients(self.forward.on(x), self.target)
 
-    def activation(self, layer: str) -> Tensor:
-        """Return the output of a layer as maps (N, K, h, w)."""
-        return at_least_float32(self.forward.layout(layer)(self.forward.layers[layer].detach()))
-
-    def gradient(self, layer: str) -> Tensor:
-        """Return the gradient of the scores at a layer (N, K, h, w)."""
+    def activation(self, layer: str, call: int = -1) -> Tensor:
+        """Return the output of a layer as maps (N, K, h, w), of one of the calls that `needs` keeps."""
         layout = self.forward.layout(layer)
-        return at_least_float32(layout(self._shared_gradients[layer]))
+        return at_least_float32(layout(self.forward.calls[layer][call].detach()))
+
+    def gradient(self, layer: str, call: int = -1) -> Tensor:
+        """Return the gradient of the scores at a layer (N, K, h, w), at one of the calls that `needs` keeps."""
+        layout = self.forward.layout(layer)
+        return at_least_float32(layout(self._shared_gradients[layer, range(len(self.forward.calls[layer]))[call]]))
 
     def node_gradient(self, node: Node) -> Tensor:
         """Return the gradient at the result of an attention call, in the shape of the result."""
@@ -277,18 +283,19 @@ class TargetGradients:
         return cast("Tensor", grad)
 
     @cached_property
-    def _shared_gradients(self) -> dict[str | Node, Tensor]:
-        """The gradients at all stored layers and attention calls, from one backward pass."""
-        layers = self.forward.layers
+    def _shared_gradients(self) -> dict[tuple[str, int] | Node, Tensor]:
+        """The gradients at all stored calls of layers and attention calls, from one backward pass."""
+        calls = self.forward.calls.items()
+        layers = {(name, index): output for name, outputs in calls for index, output in enumerate(outputs)}
         ends: dict[Any, Tensor | GradientEdge] = {**layers}
         for call in self.attention:
             ends[call.node] = GradientEdge(call.node, 0)
-        gradients: dict[str | Node, Any] = dict(zip(ends, self._gradients([*ends.values()]), strict=True))
+        gradients: dict[tuple[str, int] | Node, Any] = dict(zip(ends, self._gradients([*ends.values()]), strict=True))
         if all(gradient is None for gradient in gradients.values()):
-            raise LayerError(no_gradient_message(*layers))
-        for name, output in layers.items():
-            if gradients[name] is None:
-                gradients[name] = torch.zeros_like(output)
+            raise LayerError(no_gradient_message(*self.forward.layers))
+        for end, output in layers.items():
+            if gradients[end] is None:
+                gradients[end] = torch.zeros_like(output)
         return gradients
 
     def input_gradient(self) -> Tensor:

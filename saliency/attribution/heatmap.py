@@ -131,7 +131,7 @@ def method_titles(explanations: Sequence[Explanation]) -> list[str]:
     facts = [{"layer": explanation.layer, **explanation.settings} for explanation in explanations]
     titles = []
     for explanation, settings in zip(explanations, facts, strict=True):
-        same = [other for other, peer in zip(facts, explanations, strict=True) if peer.method == explanation.method]
+        same = [other for other, peer in zip(facts, explanations, strict=True) if peer.title == explanation.title]
         words = [
             value if isinstance(value, str) else f"{name}={value}"
             for name, value in settings.items()

@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
+from ..attribution.passes import listening
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
 from ..io.atomic_write import atomic_write, inside
@@ -73,9 +74,19 @@ class ExplainMapper(Mapper):
     output: OutputOptions
 
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[ImageResults]:
-        """Explain the images of a batch, and measure their trust cards."""
+        """Explain the images of a batch, and measure their trust cards.
+
+        Raises:
+            KeyboardInterrupt: The run was interrupted during the passes of a method.
+        """
+
+        def check(*progress: object) -> None:
+            if self.is_interrupted():
+                raise KeyboardInterrupt
+
         start = perf_counter()
-        explained = network.explain(batch)
+        with listening(check):
+            explained = network.explain(batch)
         seconds = (perf_counter() - start) / (len(batch) * len(network.methods))
         return [
             ImageResults(results, self._measure(network, loaded, results) if self.output.trust else {}, seconds, error)

@@ -93,7 +93,8 @@ def _require_success(mapper: Mapper, store: Store, rows: Sequence[Row], *, stric
 def interruption() -> Iterator[Callable[[], bool]]:
     """Return a function that returns whether Ctrl-C was pressed, or SIGTERM arrived and has the same handler.
 
-    The first interruption lets the images in progress finish. A second one raises KeyboardInterrupt at once.
+    The first interruption lets the images in progress finish, except those that a method explains in many passes. A
+    second one raises KeyboardInterrupt at once.
     """
     pressed = False
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -402,7 +403,7 @@ def export(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def serve(arguments: argparse.Namespace, screen: Screen) -> int:
     """Show the page of the explorer until Ctrl-C is pressed, and return the exit code."""
-    from ..explorer.server import serve
+    from ..explorer.server import MODEL_THREAD, serve
 
     methods, more = methods_and_images(arguments.methods or [METHOD])
     if len(methods) != 1 or more:
@@ -411,4 +412,6 @@ def serve(arguments: argparse.Namespace, screen: Screen) -> int:
         arguments.model, arguments.folder = MODEL, arguments.model
     values = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
     serve(**values)
+    if any(thread.name == MODEL_THREAD for thread in threading.enumerate()):
+        os._exit(0)  # the model hangs: Python would wait for its thread, or abort
     return 0

@@ -16,15 +16,17 @@ import socket
 import sys
 import webbrowser
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from queue import SimpleQueue
 from secrets import compare_digest
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -48,6 +50,9 @@ T = TypeVar("T")
 MOST_JSON, MOST_NAME = 16 * 2**10, 200  # bytes of a question; characters of a file name
 MOST_WAITING = 8  # questions of all pages, besides the running question
 MOST_UPLOADS = 4  # bodies of images that are received at once
+MOST_DECODED, MOST_THUMBNAILS = 2, 500  # thumbnails that are drawn at once, and in memory
+MODEL_THREAD = "saliency-model"
+END_SECONDS = 0.5  # until a model counts as hung when the server ends
 BODY_SECONDS = 120.0  # for a whole body
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -78,11 +83,13 @@ class Job:
     Attributes:
         page: The page that asks.
         replaces: Whether the question replaces older questions of the page that also have `replaces`.
+        answer: The future answer.
         stop: Stops the question.
     """
 
     page: str
     replaces: bool
+    answer: asyncio.Future[Any]
     stop: Stop = field(default_factory=Stop)
 
 
@@ -95,15 +102,30 @@ class Explorer:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._thread = ThreadPoolExecutor(1, "saliency")
+        self._tasks = SimpleQueue[Callable[[], None] | None]()
+        self._thread = Thread(target=self._work, name=MODEL_THREAD, daemon=True)  # so that a hung model can be left
+        self._thread.start()
         self._jobs: list[Job] = []
-        self._uploads = asyncio.Semaphore(MOST_UPLOADS)
+        self._uploads, self._decoding = asyncio.Semaphore(MOST_UPLOADS), asyncio.Semaphore(MOST_DECODED)
+        self._thumbnail = lru_cache(MOST_THUMBNAILS)(session.thumbnail)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def end(self) -> None:
+        """Stop all questions, and answer them with an error, in the thread of the requests."""
+        for job in list(self._jobs):
+            job.stop.set()
+            if not job.answer.done():
+                job.answer.set_exception(StoppedQuestion("the server ended"))
 
     def close(self) -> None:
-        """Stop all questions, and wait for the thread of the model."""
+        """Stop all questions, and wait for the thread of the model, unless the model hangs."""
         for job in self._jobs:
             job.stop.set()
-        self._thread.shutdown(cancel_futures=True)
+        self._tasks.put(None)
+        self._thread.join(END_SECONDS)
 
     def _ask(self, request: Request, answer: Callable[[Poll], T], *, replaces: bool = False) -> asyncio.Future[T]:
         """Put a question into the queue, and return its answer. The question stops when the connection closes.
@@ -111,16 +133,23 @@ class Explorer:
         Raises:
             HTTPException: Too many questions wait.
         """
-        job = Job(request.headers.get("x-page", ""), replaces)
+        loop = asyncio.get_running_loop()
+        job = Job(request.headers.get("x-page", ""), replaces, loop.create_future())
         for other in self._jobs:
             if replaces and other.replaces and other.page == job.page:
                 other.stop.set()
         if sum(not other.stop.is_set() for other in self._jobs) > MOST_WAITING:
             raise HTTPException(503, "the model is busy with other questions; try again")
 
-        def run() -> T:
-            job.stop.check()
-            return answer(job.stop.check)
+        def run() -> None:
+            settle: Callable[[Any], None] = job.answer.set_result
+            try:
+                job.stop.check()
+                result: Any = answer(job.stop.check)
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
+                settle, result = job.answer.set_exception, error
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(_settle, job.answer, settle, result)
 
         def end(future: asyncio.Future[T]) -> None:
             self._jobs.remove(job)
@@ -130,9 +159,9 @@ class Explorer:
 
         self._jobs.append(job)
         watch = asyncio.create_task(_stop_when_closed(request, job.stop))
-        future = asyncio.get_running_loop().run_in_executor(self._thread, run)
-        future.add_done_callback(end)
-        return future
+        job.answer.add_done_callback(end)
+        self._tasks.put(run)
+        return job.answer
 
     # Requests. Starlette runs methods without `async` in other threads.
 
@@ -162,9 +191,11 @@ class Explorer:
         """Return an opened image as JPEG."""
         return Response(self.session.picture(request.path_params["number"]), media_type="image/jpeg")
 
-    def thumbnail(self, request: Request) -> Response:
+    async def thumbnail(self, request: Request) -> Response:
         """Return an image of the folder as a small JPEG."""
-        return Response(self.session.thumbnail(request.path_params["index"]), media_type="image/jpeg")
+        async with self._decoding:
+            content = await run_in_threadpool(self._thumbnail, request.path_params["index"])
+        return Response(content, media_type="image/jpeg")
 
     async def explain(self, request: Request) -> Response:
         """Return maps, one line of JSON each, when they are ready."""
@@ -270,6 +301,11 @@ class Guard:
             return name in self._names or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
+
+
+def _settle(answer: asyncio.Future[Any], settle: Callable[[Any], None], result: Any) -> None:
+    if not answer.done():  # the connection was closed, or the server ended
+        settle(result)
 
 
 async def _stop_when_closed(request: Request, stop: Stop) -> None:
@@ -392,5 +428,13 @@ def serve(
         sys.stderr.write(f"{address}\nCtrl-C ends it; whoever has this address can use the model\n")
         if browser:
             webbrowser.open(address)
+        server = uvicorn.Server(config)
+        shut_down = server.shutdown
+
+        async def shutdown(*arguments: Any, **options: Any) -> None:
+            explorer.end()  # uvicorn waits for the answers to all requests
+            await shut_down(*arguments, **options)
+
+        server.shutdown = shutdown
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])

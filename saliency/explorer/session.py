@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from time import perf_counter
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from ..attribution.explanation import Explanation
 from ..attribution.passes import MultiPassAttribution, Partial, TimedAttribution, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import Failure, printable
+from ..batch.listing import ImageEntry
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.options import NetworkOptions, OverlayStyle
 from ..batch.sources import find_images
@@ -293,16 +294,16 @@ class Session:
             **held.facts,
         }
 
-    def _open_offered(self, index: int) -> tuple[str, Image.Image]:
+    def _open_offered(self, index: int, draft: int | None = None) -> tuple[str, Image.Image]:
         """Return the name of an offered image, and the image. Raises UnknownImageError, or ImageError."""
         if not 0 <= index < len(self._offered):
             raise UnknownImageError(f"no image {index}; {len(self._offered)} are offered")
         name, opened = self._offered[index]
-        return name, opened()
+        return name, opened(draft=draft)
 
     def thumbnail(self, index: int) -> bytes:
         """Return an offered image as JPEG, with no side longer than 160. Raises errors as `open`."""
-        _, image = self._open_offered(index)
+        _, image = self._open_offered(index, THUMBNAIL_SIDE)
         image = shrink(drawable(image, cast("Preprocess", self._default.preprocess).range), THUMBNAIL_SIDE)
         return encode(image, "JPEG", quality=PICTURE_QUALITY)
 
@@ -649,8 +650,13 @@ def _keywords(options: Mapping[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _offered(images: Any) -> list[tuple[str, Callable[[], Image.Image]]]:
-    """Return the names of the images in a folder or list, and functions that open them.
+def _open_entry(entry: ImageEntry, draft: int | None) -> Image.Image:
+    is_file = draft is not None and Path(entry.path).is_file() and entry.offset is None and not entry.problem
+    return open_image(entry.path, draft=draft) if is_file else entry.open()
+
+
+def _offered(images: Any) -> list[tuple[str, Callable[..., Image.Image]]]:
+    """Return the names of the images in a folder or list, and functions that open them, with the option `draft`.
 
     Raises:
         ImageError: The folder does not exist, or contains no image.
@@ -659,7 +665,7 @@ def _offered(images: Any) -> list[tuple[str, Callable[[], Image.Image]]]:
         entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
         if not entries:
             raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
-        return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
+        return [(printable(entry.label), partial(_open_entry, entry)) for entry in entries if not entry.is_volume]
     return [
         (
             printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}",

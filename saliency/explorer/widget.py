@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from ..io.preprocess import PreprocessLike, Whole
 
+INSTEAD = "The explorer needs anywidget where JupyterLab runs: pip install anywidget there, and reload the page."
+"""The text that a notebook shows if it cannot show widgets; anywidget cuts it after 110 characters."""
 SendMessage = Callable[[PageAnswer, Sequence[bytes]], object]
 """Sends a message to the page: JSON and buffers."""
 
@@ -125,6 +127,7 @@ def explore(
     """
     anywidget = optional_import("anywidget", "notebook", "saliency.explore")
     session = Session(NetworkOptions.of({**locals(), "methods": method}), images)
-    widget: Any = type("ExplorerWidget", (anywidget.AnyWidget,), {"_esm": widget_module()})()
+    content = {"_esm": widget_module(), "__repr__": lambda widget: INSTEAD}
+    widget: Any = type("ExplorerWidget", (anywidget.AnyWidget,), content)()
     widget.on_msg(Conversation(session, widget.send).receive)
     return widget

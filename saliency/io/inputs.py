@@ -42,7 +42,7 @@ _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx|(mif1|msf1)(?!.*avi
 _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
 
-def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS, draft: int | None = None) -> Image.Image:
     """Open an image as a new upright image: RGB, or one unchanged channel of 16 or 32 bits (mode I;16, I or F).
 
     The EXIF orientation is applied, and transparency of 8 bits is composited over white. Animations give their first
@@ -54,6 +54,7 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
             (H, W, 4), (H, W, 1) or (H, W), an array (H, W, 1) or (H, W) of int16, int32, float32 or float64, or a uint8
             tensor (C, H, W). A file is read from its start if it is seekable, and keeps its position; it is not closed.
         max_pixels: A larger image is refused before it is decoded.
+        draft: A path to a JPEG is decoded in a half, a quarter or an eighth of its size, but not smaller than this.
 
     Raises:
         ImageError: `image` is none of these, or the file is missing, damaged, too large or not an image.
@@ -62,7 +63,7 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
         SaliencyWarning: The file is an animation.
     """
     if isinstance(image, str | os.PathLike):
-        return _open_path(image, max_pixels)
+        return _open_path(image, max_pixels, draft)
     if isinstance(image, Bytes):
         return decode(io.BytesIO(image), "the bytes", max_pixels)
     if isinstance(image, Image.Image):
@@ -77,7 +78,7 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS) -> Image.Image
     raise ImageError(f"{type(image).__name__} is not an image; expected {kinds}")
 
 
-def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
+def _open_path(path: str | os.PathLike[str], max_pixels: int, draft: int | None) -> Image.Image:
     name = os.fsdecode(path)
     with errors_as(ImageError, f"{name!r} cannot be read"):
         # Check before opening, since a FIFO would block and a device may have side effects.
@@ -89,7 +90,7 @@ def _open_path(path: str | os.PathLike[str], max_pixels: int) -> Image.Image:
             kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
             raise ImageError(f"{name!r} is {kind}; expected an image file")
         with path.open("rb") as file:
-            return decode(file, name, max_pixels)
+            return decode(file, name, max_pixels, draft)
 
 
 def _open_file(file: IO[bytes], max_pixels: int) -> Image.Image:
@@ -104,7 +105,7 @@ def _open_file(file: IO[bytes], max_pixels: int) -> Image.Image:
     return decode(content, name, max_pixels)
 
 
-def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS, draft: int | None = None) -> Image.Image:
     """Decode an open file as `open_image` does.
 
     Pillow's readers are called directly, so that the size is checked before anything is decoded. `Image.open` only
@@ -130,7 +131,7 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
         image = accepting[0](file, name)
         # TIFF has pages, and MPO views of one photo.
         is_animation = image.format in ("AVIF", "GIF", "PNG", "WEBP") and getattr(image, "is_animated", False)
-    decoded = _decode_checked(image, repr(name), max_pixels)
+    decoded = _decode_checked(image, repr(name), max_pixels, draft)
     if is_animation:
         warn("of an animation, the first frame is explained")
     return decoded
@@ -143,7 +144,7 @@ def encode(image: Image.Image, format: str, **options: int) -> bytes:
     return file.getvalue()
 
 
-def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Image:
+def _decode_checked(image: Image.Image, name: str, max_pixels: int, draft: int | None = None) -> Image.Image:
     """Check the size, then decode and convert. Every Pillow error becomes an ImageError."""
     width, height = image.size
     if width < 1 or height < 1:
@@ -151,6 +152,8 @@ def _decode_checked(image: Image.Image, name: str, max_pixels: int) -> Image.Ima
     if width * height > max_pixels:
         raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
     with errors_as(ImageError, f"{name} {_UNREADABLE}"):
+        if draft is not None:
+            image.draft(None, (draft, draft))
         return _without_metadata(_apply_orientation(image))
 
 

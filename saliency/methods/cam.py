@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
-from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.explanation import BatchAttribution, Setting, Sign
 from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
@@ -25,13 +25,15 @@ from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
 from ..model.layers import LayerLike, default_layer, default_layers, find
 from ..targets.classes import output_tensor
-from ..validation import check_integer, check_number
+from ..validation import check_choice, check_integer, check_number
 from .baselines import blurred
 
 SIGNED_SHARE = 0.3
 """Activations are treated as signed if negative values hold more than this fraction of their sum of squares."""
 CERTAIN_CORRELATION = 0.5
 """The sign of a principal component is certain if the map correlates this much with the norm of the activations."""
+
+Calls = Literal["last", "sum"]
 
 _HEADS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 
@@ -64,15 +66,15 @@ class LayerAttribution(TracedAttribution):
         layer: A dotted name, the module itself, or None for the last layer with spatial output at which the score has a
             gradient. That layer is found by one forward of noise, or of the images if only the target can read the
             scores. For a box of a detector, None means all layers that enter its head. A list names such levels; their
-            maps are combined, see `summed_levels`. If a module is called several times, the last call is read.
-            Tokens (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as
-            maps.
+            maps are combined, see `summed_levels`. If a module is called several times, the last call is read. Tokens
+            (vision transformers with any number of leading tokens) and channels-last layouts (Swin) are read as maps.
 
     Raises:
         LayerError: The layer does not exist, is not run, or has no spatial output.
 
     Warns:
-        SaliencyWarning: Another branch of the network joins after the default layer, which does not show it.
+        SaliencyWarning: Another branch of the network joins after the default layer, which does not show it; or a layer
+            with parameters is called several times.
     """
 
     needs = Needs("layers")
@@ -104,22 +106,40 @@ def summed_levels(maps: Sequence[Tensor]) -> Tensor:
 
 
 class LayerCombination(LayerAttribution):
-    """Base class of maps computed from one layer's activations and the gradients there."""
+    """Base class of maps computed from one layer's activations and the gradients there.
+
+    Args:
+        calls: Of a module that is called several times, as in a recurrent network, "last" reads the last call, and
+            "sum" adds the maps of all calls, each of which must see the whole image.
+    """
 
     needs = Needs("layers", backwards=1)
+    calls: Option[Calls] = Option("last", check_choice, get_args(Calls))
     reads_levels = True
     assumes_unsigned: ClassVar[bool] = False
     """Whether the weights assume activations of at least zero. If so, the method warns about negative activations."""
+
+    @property
+    def settings(self) -> Mapping[str, Setting]:
+        """Options of this method by name, with `calls` only if it is set."""
+        return {name: value for name, value in super().settings.items() if (name, value) != ("calls", "last")}
+
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
+        """Return the needs at the layers, and at all their calls if these are added."""
+        return needs_with(super().needs_for(x, target), all_calls=self.calls == "sum")
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the map of the layer, or the maps of several levels together."""
         maps = []
         for layer in layers:
-            activation = grads.activation(layer)
-            if self.assumes_unsigned:
-                warn_if_signed(self.name, activation)
-            gradient = activation if self.needs.gradients == "none" else grads.gradient(layer)
-            maps.append(self.combine(activation, gradient))
+            calls = list[Tensor]()
+            for call in range(len(grads.forward.calls[layer]) if self.calls == "sum" else 1):
+                activation = grads.activation(layer, ~call)
+                if self.assumes_unsigned:
+                    warn_if_signed(self.name, activation)
+                gradient = activation if self.needs.gradients == "none" else grads.gradient(layer, ~call)
+                calls.append(self.combine(activation, gradient))
+            maps.append(calls[0] if len(calls) == 1 else summed_levels(calls))
         values = maps[0] if len(maps) == 1 else self.combine_levels(maps)
         return BatchAttribution(values, grads.scores, layer=", ".join(layers))
 

@@ -571,6 +571,22 @@ def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -
     return calls[trace_layers(model, x).calls.get(name, -1) if has_others else -1]
 
 
+def read_calls(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor], *, all_calls: bool) -> Sequence[Tensor]:
+    """Return the outputs of the calls of a layer that are read: the last, or all calls.
+
+    In a call of several inputs, it is the call that reads the explained image.
+
+    Warns:
+        SaliencyWarning: The layer has parameters, so its other calls are not another use of an operation.
+    """
+    if current_call().caches is not None:
+        return [read_call(model, x, name, calls)]
+    if not all_calls and next(model.get_submodule(name).parameters(), None) is not None:
+        problem = f'layer "{name}" is called {len(calls)} times in a forward, and the last call is read'
+        warn(f'{problem}; if no call sees a flipped or cropped image, calls="sum" of a CAM adds the maps of all calls')
+    return calls if all_calls else calls[-1:]
+
+
 def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
     """Return whether the last call does not depend on the first, like the calls of a detector's head by resolution."""
     first, last = calls[0], calls[-1]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -18,16 +19,17 @@ from torch.nn.functional import max_pool2d
 from ..attribution.base import Attribution
 from ..attribution.explanation import Explanation, Matches
 from ..attribution.features import Features
-from ..attribution.heatmap import method_titles, single_images
+from ..attribution.heatmap import method_titles, several, single_images
 from ..attribution.inputs import InputExplanations
 from ..errors import RenderError
 from ..io.geometry import Frame
 from ..model.answer import Answer
 from ..model.call import bound
 from ..targets.words import words
-from ..validation import check_integer
+from ..validation import check_choice, check_integer
 from .blending import HATCHED, Opacity, frame_of, paint, probability, shrink
 from .scaling import SMOOTHING, ScaledMap, scale_map, shared_limit
+from .sheet import require_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +39,10 @@ SCREEN_DPI, PRINT_DPI = 100, 300
 COLUMNS = 5  # most panels side by side by default
 
 # Inches.
+PAGE = 6.875  # text width of a page with two columns
+GAP = 0.03  # at each side of a panel of such a figure
+LABEL_WIDTH = 0.45  # of the class names to the left of rows
+BAR_HEIGHT, BAR_SPACE = 0.06, 0.8  # of the colour bars below columns; of titles and bars together
 WIDTH = 10.0  # of the panels together
 SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
@@ -53,6 +59,7 @@ MOST_TOKENS = 40  # columns of the shares
 SHOWN_SHARE = 0.02  # smallest share whose number is drawn
 
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
+LETTERS = 14  # of a title in an inch
 
 
 class Panel(NamedTuple):
@@ -94,33 +101,42 @@ def as_png(drawing: Figure, dpi: float, **options: Any) -> bytes:
 
 
 def draw_maps(
-    explanations: Explanation | InputExplanations | Iterable[Explanation] | Sequence[Sequence[Explanation]],
+    explanations: Explanation | Mapping[Any, Any] | Iterable[Explanation] | Sequence[Sequence[Explanation]],
     *,
     columns: int | None = None,
     title: str | None = None,
     opacity: Opacity = "map",
     colormap: str | None = None,
     smoothing: float = SMOOTHING,
-    shared: bool = False,
+    shared: bool | Literal["method"] = False,
     label: str | None = None,
     parse_math: bool = False,
 ) -> Figure:
     """Draw each image once, then its maps side by side, each with a colour bar; see `results.figure`."""
     if columns is not None:
         check_integer("columns", columns, least=1, error=RenderError)
+    check_choice("shared", shared, (False, True, "method"), error=RenderError)
     heads = chain[list[str]]()
     if isinstance(explanations, InputExplanations):
         heads, shared = chain.from_iterable(_heads(explanations)), True
         explanations = [[explanation] for explanation in _pictured(explanations)]
+    elif isinstance(explanations, Mapping):
+        columns_by_title = [(str(name), several(column, "figure")) for name, column in explanations.items()]
+        explanations = [replace(each, title=name) for name, column in columns_by_title for each in column]
     listed: list[Any] = list(explanations) if isinstance(explanations, list | tuple) else []
     if not listed or not all(isinstance(row, list | tuple) for row in listed):
         listed = [explanations]
     image_rows = [single_images(row, "figure") for row in listed]
+    by_image = list(chain.from_iterable(map(_by_image, image_rows)))
+    if shared == "method":
+        if columns is not None:
+            raise RenderError(f'shared="method" draws one column per method; leave out columns={columns}')
+        return _draw_columns(by_image, title or "", (colormap, opacity), smoothing, label, parse_math)
     limit = shared_limit(chain.from_iterable(image_rows), smoothing=smoothing) if shared else None
     groups = []
-    for group in chain.from_iterable(map(_by_image, image_rows)):
+    for group in by_image:
         frame, titles = _print_frame(frame_of(group[0])), method_titles(group)
-        has_one_class = len({explanation.target_names[0] for explanation in group}) == 1
+        has_one_class = _has_one_class(group)
         panels = [Panel(frame.image, [*next(heads, []), *[class_title(group[0])] * has_one_class])]
         for explanation, method in zip(group, titles, strict=True):
             scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
@@ -132,9 +148,60 @@ def draw_maps(
     for axes, panel in zip(chain.from_iterable(grid), chain.from_iterable(rows), strict=True):
         if panel.scaled is not None:
             below = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
-            where = {"cax": below, "orientation": "horizontal"}
-            add_bar(drawing, panel.scaled, colormap, panel.units, parse_math=parse_math, **where)
+            add_bar(drawing, panel.scaled, colormap, panel.units, parse_math, cax=below, orientation="horizontal")
     return drawing
+
+
+def _draw_columns(
+    rows: Sequence[Sequence[Explanation]],
+    title: str,
+    style: tuple[str | None, Opacity],
+    smoothing: float,
+    label: str | None,
+    parse_math: bool,
+) -> Figure:
+    """Draw one row per image and one column per method, with one scale and one colour bar per column."""
+    require_columns(rows, "figure")
+    width = min(SMALLEST_PANEL, (PAGE - LABEL_WIDTH) / (1 + len(rows[0])) - 2 * GAP)
+    letters = round(LETTERS * width)
+    frames = [_print_frame(frame_of(row[0])) for row in rows]
+    panels = [[Panel(frame.image, ["image"] * (index == 0))] for index, frame in enumerate(frames)]
+    bars = []
+    for column, method in zip(zip(*rows, strict=True), method_titles(rows[0]), strict=True):
+        limit = shared_limit(column, smoothing=smoothing)
+        scaled = [scale_map(explanation, limit=limit, smoothing=smoothing) for explanation in column]
+        for index, explanation in enumerate(column):
+            names = [_in_words(method, letters)] * (index == 0)
+            names += [class_title(explanation)] * (not _has_one_class(rows[index]))
+            panels[index].append(Panel(paint(frames[index], scaled[index], *style), names))
+        outliers = next((part.outliers for part in scaled if part.outliers is not None), None)
+        bars.append(replace(scaled[0], is_saturated=any(part.is_saturated for part in scaled), outliers=outliers))
+    drawing, grid = draw_panels(panels, width, title=title, margins=(LABEL_WIDTH, BAR_SPACE), parse_math=parse_math)
+    drawing.set_layout_engine("constrained", w_pad=GAP, h_pad=GAP, wspace=0, hspace=0)
+    for axes in grid[0]:
+        axes.title.set_parse_math(parse_math and _has_one_class(rows[0]))
+    for row, [axes, *_] in zip(rows, grid, strict=True):
+        if _has_one_class(row):
+            lines = textwrap.wrap(row[0].target_names[0], letters, max_lines=2, placeholder="…")
+            text = "\n".join([*lines, *probability(row[0])])
+            style_of_text: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "center", "parse_math": False}
+            axes.text(-0.04, 0.5, text, fontsize=TITLE_SIZE, transform=axes.transAxes, **style_of_text)
+    height = width * min(frames[-1].image.height / frames[-1].image.width, TALLEST)
+    for axes, bar, explanation in zip(grid[-1][1:], bars, rows[0], strict=True):
+        below = axes.inset_axes((0.0, -2 * BAR_HEIGHT / height, 1.0, BAR_HEIGHT / height))
+        bar_style = style[0], label or explanation.units, parse_math, round(1.3 * letters)
+        add_bar(drawing, bar, *bar_style, cax=below, orientation="horizontal")
+    return drawing
+
+
+def _in_words(method: str, letters: int) -> str:
+    """Return the title of a method; its words in lines if it is longer than a number of letters."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", method)
+    return method if len(method) <= letters else textwrap.fill(words, letters, break_long_words=False)
+
+
+def _has_one_class(explanations: Sequence[Explanation]) -> bool:
+    return len({explanation.target_names[0] for explanation in explanations}) == 1
 
 
 def _heads(result: InputExplanations) -> Iterator[list[list[str]]]:
@@ -343,6 +410,7 @@ def draw_panels(
     space: float = 0.0,
     title: str = "",
     below: float = 0.0,
+    margins: tuple[float, float] = (0.0, 0.0),
     parse_math: bool = False,
 ) -> tuple[Figure, list[list[Axes]]]:
     """Draw images with their titles in rows, and return the figure and the axes of each panel.
@@ -353,12 +421,14 @@ def draw_panels(
         space: The height of the space at each row, for titles and colour bars.
         title: A title above everything.
         below: The height of an empty second subfigure; 0 for none.
+        margins: The width to the left of all panels, and the height above and below them together.
         parse_math: Whether the title may contain formulas between dollar signs.
     """
     columns = max(map(len, rows))
     ratios = [max(panel.image.height / panel.image.width for panel in row) for row in rows]
     heights = [width * min(ratio, TALLEST) + space for ratio in ratios]
-    drawing = new_figure(columns * width, sum(heights) + TITLE_HEIGHT * bool(title) + below, crop="tight")
+    height = sum(heights) + TITLE_HEIGHT * bool(title) + below
+    drawing = new_figure(columns * width + margins[0], height + margins[1], crop="tight")
     drawing.suptitle(title, fontsize=TITLE_SIZE + 2, parse_math=parse_math)
     part = drawing.subfigures(2, 1, squeeze=False, height_ratios=(sum(heights), below))[0, 0] if below else drawing
     grid = part.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
@@ -373,20 +443,32 @@ def draw_panels(
 
 
 def add_bar(
-    drawing: Figure, scaled: ScaledMap, colormap: str | None, label: str, parse_math: bool = False, **where: Any
+    drawing: Figure,
+    scaled: ScaledMap,
+    colormap: str | None,
+    label: str,
+    parse_math: bool = False,
+    letters: int = LABEL,
+    **where: Any,
 ) -> None:
-    """Add the colour bar of a map; `where` is passed to `Figure.colorbar`."""
+    """Add the colour bar of a map; `where` is passed to `Figure.colorbar`. A power of ten is written once."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     is_signed = scaled.sign == "signed"
     limit = scaled.limit or 1.0  # a map of zeros has no scale, and a bar needs one
     colors = scaled.colors(colormap)[int(is_signed) :]
     scale = ScalarMappable(Normalize(-limit if is_signed else scaled.floor, limit), ListedColormap(colors / 255))
     extend = ("both" if is_signed else "max") if scaled.is_saturated else "neither"
-    bar = drawing.colorbar(scale, extend=extend, format="%.3g", ticks=MaxNLocator(3), **where)
-    label = textwrap.fill(label, LABEL) + ("" if scaled.outliers is None else f"\n{HATCHED}")
-    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1, parse_math=parse_math)
+    power = math.floor(math.log10(limit))
+    unit = 10.0**power if abs(power) > 3 else 1.0
+    written = FuncFormatter(lambda value, _: f"{value / unit:.3g}")
+    bar = drawing.colorbar(scale, extend=extend, format=written, ticks=MaxNLocator(3), **where)
+    label = textwrap.fill(label if unit == 1 else f"× 10^{power} {label}", letters)
+    if unit != 1:  # an exponent in the font of formulas; others may have no minus
+        label = (label if parse_math else label.replace("$", r"\$")).replace(f"^{power}", f"$^{{{power}}}$", 1)
+    label += "" if scaled.outliers is None else f"\n{HATCHED}"
+    bar.set_label(label, fontsize=TEXT_SIZE, labelpad=1, parse_math=parse_math or unit != 1)
     bar.ax.tick_params(labelsize=TEXT_SIZE, length=2, pad=1)
     bar.outline.set_visible(False)

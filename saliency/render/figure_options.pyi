@@ -1,6 +1,6 @@
 # Types of the arguments of `figure`, for type checkers only: the types of results load with their drawings.
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 from ..attribution.explanation import Explanation
 from ..evaluation.ledger import LedgerRow
@@ -18,7 +18,7 @@ class FigureOptions(TypedDict, total=False):
     opacity: Opacity
     colormap: str | None
     smoothing: float
-    shared: bool
+    shared: bool | Literal["method"]
     label: str | None
     parse_math: bool
     foreground: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack
 
 from ..aliases import option_hint
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 
 def figure(
-    result: Explanation | InputExplanations | Features | Matches | Iterable[Entry], **options: Unpack[FigureOptions]
+    result: Explanation | InputExplanations | Features | Matches | Mapping[str, Entry] | Iterable[Entry],
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw a result: explanations, or what `features`, `matches`, `attention`, `trust` and other functions return.
 
     - Explanations: each image once, then its maps side by side, each with a colour bar in the map's units.
       Explanations of the same image stand next to each other. The bar shows the colours before they are mixed with the
-      image. A pointed end marks values beyond it. Lists of explanations are rows, as for `contact_sheet`.
+      image. A pointed end marks values beyond it. Lists of explanations are rows, as for `contact_sheet`. The keys of a
+      mapping are the titles of its explanations. For a paper, `shared="method"` draws one row per image and one column
+      per method, with one scale and one colour bar per column, as wide as a page with two columns (6.9 inches).
     - `InputExplanations`: each input with its share of the score and its map, all maps on one scale. An input that was
       given as a tensor is drawn in its own range.
     - `Features`: one column per image, the image and the principal components of its features in colours. The colours
@@ -54,9 +57,11 @@ def figure(
         opacity: For explanations, as in `overlay`.
         colormap: For explanations, as in `overlay`.
         smoothing: For explanations, as in `overlay`.
-        shared: For explanations, whether all maps have one scale, so that equal colours mean equal values.
+        shared: For explanations, whether all maps have one scale, so that equal colours mean equal values; "method" for
+            one scale per method.
         label: For explanations, the label of the bars; by default the method's units.
-        parse_math: For explanations, whether `title` and `label` may contain formulas, such as "$w_k$".
+        parse_math: For explanations, whether `title`, `label` and the titles of columns may contain formulas, such as
+            "$w_k$".
         foreground: For features, as in `Features.pca`.
         count: For matches, the maximum number of lines; by default 20.
         query: For attention, as in `LayerAttention.maps`. A point is marked by a cross.

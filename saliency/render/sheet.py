@@ -62,7 +62,7 @@ def contact_sheet(
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
     thumb = check_integer("thumb", thumb, least=SMALLEST_THUMB, error=RenderError)
-    _require_columns(rows)
+    require_columns(rows, "contact_sheet")
     scale: dict[str, Any] = {"percentile": percentile, "smoothing": smoothing}
     style: dict[str, Any] = {"opacity": opacity, "colormap": colormap, **scale}
     limits = [shared_limit(column, **scale) if shared else None for column in zip(*rows, strict=True)]
@@ -74,14 +74,14 @@ def contact_sheet(
     return _Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])])
 
 
-def _require_columns(rows: Sequence[Sequence[Explanation]]) -> None:
-    """Raise RenderError unless all rows are explanations of one image by the same methods."""
+def require_columns(rows: Sequence[Sequence[Explanation]], name: str) -> None:
+    """Raise RenderError unless all rows are explanations of one image by the same methods, for the function `name`."""
     if not isinstance(rows, list | tuple) or not all(isinstance(row, list | tuple) for row in rows):
-        raise RenderError("contact_sheet takes rows of explanations; write [[e] for e in explanation] for one method")
+        raise RenderError(f"{name} takes rows of explanations; write [[e] for e in explanation] for one method")
     if not rows or not rows[0]:
-        raise RenderError("contact_sheet got nothing to draw; pass one row per image, one explanation per method")
+        raise RenderError(f"{name} got nothing to draw; pass one row per image, one explanation per method")
     for explanation in itertools.chain(*rows):
-        require_one(explanation, "contact_sheet")
+        require_one(explanation, name)
     first, *others = ([explanation.method for explanation in row] for row in rows)
     for index, methods in enumerate(others, start=1):
         if methods != first:

@@ -52,9 +52,10 @@ def test_maps_equal_the_tuples_of_captum(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("late", ("rgb_stream", "depth_stream")), ("shared", ("encoder",) * 2)])
-def test_a_map_at_a_layer_is_of_the_call_that_reads_its_image(name: str, layers: tuple[str, str]) -> None:
+@pytest.mark.parametrize("which", ["last", "sum"])
+def test_a_map_at_a_layer_is_of_the_call_that_reads_its_image(name: str, layers: tuple[str, str], which: Any) -> None:
     model, inputs = case(name)
-    result = saliency.GradCAM(model).attribute(inputs, 1)
+    result = saliency.GradCAM(model, calls=which).attribute(inputs, 1)
     for (key, own), layer in zip(result.items(), layers, strict=True):
         assert own.layer == layer
         stream = model.get_submodule(layer)

@@ -676,6 +676,24 @@ def test_progress_counts_done_and_failed_images(source: Path, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("_ctrl_c")
+def test_the_first_sigterm_ends_a_method_of_many_passes(source: Path, tmp_path: Path) -> None:
+    class Terminated(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.sizes) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().forward(x)
+
+    model, passes = Terminated(), 2_000_000
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="0 of 2 images are done; re-run to resume"):
+            batch(source, tmp_path / "out", model, methods=["rise"], options={"passes": passes, "chunk": 1}, limit=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(model.sizes) < passes
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_finishes_started_batches_and_the_run_resumes(source: Path, tmp_path: Path) -> None:
     photos(source, 40)
     quick(source, tmp_path / "whole", maps=True)

@@ -656,7 +656,7 @@ def test_a_method_is_described_with_every_option(run: Callable[..., Run]) -> Non
     assert re.search(r"^grid=7 +The number of cells of a mask along each edge.$", text, re.MULTILINE)
     assert re.search(r"^debiased=true +", text, re.MULTILINE)
     assert "precision" not in text
-    assert "--set" not in run("methods", "grad_cam").out
+    assert "--set" not in run("methods", "cam").out
 
 
 def test_methods_are_described_for_programs(run: Callable[..., Run]) -> None:

@@ -580,3 +580,8 @@ def test_a_text_is_explained_by_a_model_of_images_and_texts(browser: Browser) ->
         settle(page)
         assert titles(page) == ["a circle\nby GradCAM"]
         assert page.get_by_label("Search all classes").count() == 0
+        page.reload()
+        page.wait_for_selector("html[data-ready]")
+        settle(page)
+        assert titles(page) == ["a circle\nby GradCAM"]
+        assert page.get_by_label("Text", exact=True).input_value() == "a circle"

@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,88 @@ def test_a_closed_connection_ends_the_passes() -> None:
         assert len(sizes) == before
         good = client.post("explain", json={"image": image, "methods": ["grad_cam"]})
         assert json.loads(good.text)["done"]
+
+
+def test_the_end_of_the_server_answers_questions_to_a_hung_model_and_does_not_wait_for_it() -> None:
+    is_asked, is_over = threading.Event(), threading.Event()
+
+    def hang(*arguments: Any) -> None:
+        is_asked.set()
+        is_over.wait()
+
+    async def act(client: Client, own: Explorer) -> list[Any]:
+        own.session.open = hang  # type: ignore[assignment, method-assign]
+        questions = [asyncio.create_task(client.post("image/0")) for _ in range(2)]
+        await asyncio.to_thread(is_asked.wait)
+        own.end()
+        return list(await asyncio.gather(*questions))
+
+    answers = run(act)  # closes the explorer too
+    assert [answer.status_code for answer in answers] == [409] * 2
+    assert answers[0].json()["error"] == "the server ended"
+    is_over.set()
+
+
+def test_two_thumbnails_are_drawn_at_once_and_each_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, running, most = list[int](), list[int](), list[int]()
+    both = threading.Barrier(2)
+
+    def draw(index: int) -> bytes:
+        drawn.append(index)
+        running.append(index)
+        both.wait(60)
+        most.append(len(running))
+        both.wait(60)
+        running.remove(index)
+        return bytes([index])
+
+    session = Session(NetworkOptions(model=Tiny()), [photo()])
+    monkeypatch.setattr(session, "thumbnail", draw)
+
+    async def act() -> list[bytes]:
+        with closing(Explorer(session)) as own:
+            transport = httpx.ASGITransport(own.app(TOKEN, HOST))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000/secret/") as client:
+                for _ in range(2):
+                    answers = await asyncio.gather(*(client.get(f"thumbnail/{index}") for index in range(8)))
+                return [answer.content for answer in answers]
+
+    assert asyncio.run(act()) == [bytes([index]) for index in range(8)]
+    assert sorted(drawn) == list(range(8))
+    assert most == [2] * 8
+
+
+HUNG = """
+import threading
+from tests.batchwork import Tiny
+
+class Hung(Tiny):
+    def forward(self, x):
+        if threading.current_thread().name == "saliency-model":
+            print("hung", flush=True)
+            while True:
+                x.mean()
+        return super().forward(x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_ends_without_a_traceback_while_the_model_hangs(number: int, tmp_path: Path) -> None:
+    (tmp_path / "hung.py").write_text(HUNG)
+    command = [sys.executable, "-m", "saliency", "serve", str(tmp_path / "hung.py:Hung"), "--no-browser"]
+    root = Path(__file__).parents[2]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": root}
+    process: Any
+    with subprocess.Popen(command, **pipes) as process, ThreadPoolExecutor() as thread:  # noqa: S603
+        address = process.stderr.readline().strip()
+        process.stderr.readline()
+        answer = thread.submit(httpx.post, f"{address}image/0", timeout=60)
+        assert process.stdout.readline() == "hung\n"
+        process.send_signal(number)
+        assert answer.result().status_code == 409
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.slow

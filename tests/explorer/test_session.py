@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 from torch import nn
 
 import saliency
@@ -397,3 +398,20 @@ def test_one_image_in_any_form_is_one_offered_image(tmp_path: Path) -> None:
         session = Session(NetworkOptions(model=Tiny()), images)
         assert session.about()["images"] == [{"index": 0, "name": "image 0"}]
         assert (session.open(0)["width"], session.about()["sample"]) == (40, False)
+
+
+def test_a_thumbnail_of_a_large_jpeg_is_decoded_in_a_part_of_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.linear_gradient("L").resize((1600, 1200)).convert("RGB").save(tmp_path / "large.jpg", exif=Image.Exif())
+    session, decoded = Session(NetworkOptions(model=Tiny()), str(tmp_path)), list[tuple[int, int]]()
+    load = JpegImageFile.load
+
+    def record(image: Image.Image) -> Any:
+        decoded.append(image.size)
+        return load(cast("JpegImageFile", image))
+
+    monkeypatch.setattr(JpegImageFile, "load", record)
+    thumbnail = Image.open(io.BytesIO(session.thumbnail(0)))
+    assert (thumbnail.size, max(decoded)) == ((160, 120), (400, 300))
+    assert session.open(0)["width"] == 1600

@@ -128,6 +128,9 @@ def test_explore_gives_a_widget_that_answers(monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(0.01)
     assert sent[0]["answer"]["model"] == "shapes_cnn"
     assert "export default" in widget._esm
+    text = widget._repr_mimebundle_()[0]["text/plain"]  # shown where JupyterLab has no anywidget
+    assert text == repr(widget)
+    assert "pip install anywidget" in text
     widget.close()
 
 

@@ -26,6 +26,8 @@ from saliency import (
     GradCAMPlusPlus,
     HiResCAM,
     LayerCAM,
+    Together,
+    VanillaGradient,
     XGradCAM,
     probability,
     value,
@@ -621,3 +623,62 @@ def test_eigen_grad_cam_equals_grad_cam_the_package_up_to_the_sign() -> None:
             wanted = cam(x, [targets.ClassifierOutputTarget(2)] * 2)
     ours = EigenGradCAM(model, "features").attribute(x, 2).values[:, 0]
     assert all(fits(map_, theirs) for map_, theirs in zip(ours, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "grid"), [((8, 3), (8, 32), "1x30"), ((1, 3), (1, 32), ""), ((3, 3), (8, 32), "")]
+)
+def test_a_note_says_that_a_grid_of_one_row_shows_no_position_along_the_other_axis(
+    kernel: tuple[int, int], size: tuple[int, int], grid: str
+) -> None:
+    torch.manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(1, 4, kernel), nn.ReLU())
+    reader = nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
+    [note] = GradCAM(reader).attribute(torch.rand(1, 1, *size), 1).notes
+    start = f"layer 0 has a grid of {grid}, so the map shows no position"
+    assert note.partition(" along")[0] == (start if grid else "")
+    assert VanillaGradient(reader).attribute(torch.rand(1, 1, *size), 1).notes == ("",)
+
+
+class Recurrent(nn.Module):
+    """A convolution that runs three times on its own output and the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.head = nn.Conv2d(6, 3, 3, padding=1), nn.Linear(3, 4)
+
+    def states(self, x: Tensor) -> list[Tensor]:
+        states = [torch.zeros_like(x)]
+        for _ in range(3):
+            states.append(self.step(torch.cat([x, states[-1].relu()], 1)))
+        return states[1:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.states(x)[-1].mean((2, 3)))
+        return out
+
+
+def test_calls_of_a_recurrent_step_are_summed_and_a_warning_counts_them() -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent().eval(), torch.rand(2, 3, 8, 8)
+    states = model.states(x)
+    gradients = torch.autograd.grad(model.head(states[-1].mean((2, 3)))[:, 1].sum(), states)
+    maps = [
+        (gradient.mean((2, 3), keepdim=True) * state).sum(1, keepdim=True).detach()
+        for gradient, state in zip(gradients, states, strict=True)
+    ]
+    summed = GradCAM(model, "step", calls="sum").attribute(x, 1)
+    torch.testing.assert_close(summed.values, sum(maps, torch.zeros(())))
+    with pytest.warns(SaliencyWarning, match='"step" is called 3 times'):
+        last = GradCAM(model, "step").attribute(x, 1)
+    torch.testing.assert_close(last.values, maps[-1])
+    together = Together(GradCAM(model, "step", calls="sum"), LayerCAM(model, "step", calls="sum"))
+    assert torch.equal(together.attribute(x, 1)[0].values, summed.values)
+    with pytest.raises(MethodError, match="calls='all' is not one of 'last', 'sum'"):
+        GradCAM(model, calls="all")  # type: ignore[arg-type]
+
+
+def test_a_shared_activation_is_read_at_its_last_call_without_a_warning() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), relu, nn.Conv2d(4, 4, 3), relu, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert GradCAM(model.eval(), "3").attribute(torch.rand(1, 3, 9, 9), 1).values.shape == (1, 1, 5, 5)

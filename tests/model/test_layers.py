@@ -633,6 +633,7 @@ def test_the_layer_of_a_detector_is_the_last_one_that_the_score_is_computed_from
     assert found.values.flatten(1).any(1).all()
 
 
+@pytest.mark.filterwarnings("ignore:layer .* is called 2 times")
 @pytest.mark.parametrize("method", [GradCAM, saliency.ShapleyCAM])
 def test_a_layer_that_the_score_is_not_computed_from_is_named_and_the_target_is_not_blamed(
     method: type[GradCAM],
@@ -706,4 +707,5 @@ def test_the_layers_of_a_network_that_averages_over_flips_are_no_default(dims: t
     with pytest.raises(LayerError, match=r"no layer of Flips has a spatial output, not mirrored, .*the network inside"):
         GradCAM(model).attribute(images(1), 0)
     assert GradCAM(model.net).attribute(images(1), 0).layer
-    assert GradCAM(model, "net.last").attribute(images(1), 0).layer == "net.last"
+    with pytest.warns(saliency.errors.SaliencyWarning, match="is called 2 times"):
+        assert GradCAM(model, "net.last").attribute(images(1), 0).layer == "net.last"

@@ -207,14 +207,90 @@ def test_a_figure_takes_rows_as_a_sheet_does() -> None:
     assert titles == ["cat 95.1 %", "made_up", "made_up", "dog 95.1 %", "made_up", "made_up"]
 
 
-@pytest.mark.parametrize("scale", [3e-5, 1.0, 4e6])
-def test_the_numbers_of_a_colour_bar_have_no_common_factor_that_overprints_the_units(scale: float) -> None:
-    made = figure(explained(hot(3, 3, 1, 1) * scale, whole(noise(40, 30))))
+@pytest.mark.parametrize(("scale", "factor"), [(3e-5, "-5"), (0.002, ""), (4e6, "6")])
+def test_a_colour_bar_writes_a_power_of_ten_once_before_the_units(scale: float, factor: str) -> None:
+    explanation = replace(explained(hot(3, 3, 1, 1) * scale, whole(noise(40, 30))), units="$ per $")
+    made = figure(explanation)
     made.draw_without_rendering()
     bar = made.axes[1].child_axes[0]
-    assert bar.xaxis.get_offset_text().get_text() == ""
-    for tick, label in zip(bar.get_xticks(), bar.get_xticklabels(), strict=True):
-        assert float(label.get_text()) == pytest.approx(tick)
+    label = rf"× 10$^{{{factor}}}$ \$ per \$" if factor else "$ per $"
+    assert (bar.get_xlabel(), bar.xaxis.get_offset_text().get_text()) == (label, "")
+    for tick, text in zip(bar.get_xticks(), bar.get_xticklabels(), strict=True):
+        assert len(text.get_text()) < 7
+        assert float(text.get_text()) * 10 ** float(factor or 0) == pytest.approx(tick, rel=1e-2)
+
+
+def by_method(rows: Any, **options: Any) -> tuple[Figure, list[Any]]:
+    made = figure(rows, shared="method", **options)
+    made.draw_without_rendering()
+    return made, [axes for axes in made.axes if axes.images]
+
+
+def test_a_figure_by_method_has_one_row_per_image_and_one_scale_and_bar_per_column(tmp_path: Path) -> None:
+    photos = [whole(noise(40, 30, seed)) for seed in (0, 1)]
+    ramp = torch.arange(4.0).view(1, 2, 2)
+    cam, gradient = (
+        [explained(ramp * scale * factor, photo, method=name) for photo, scale in zip(photos, (1, 10), strict=True)]
+        for name, factor in (("grad_cam", 1), ("input_x_gradient", 1e-7))
+    )
+    made, panels = by_method([cam[0], gradient[0], cam[1], gradient[1]])
+    assert [panel.get_title() for panel in panels] == ["image", "GradCAM", "InputXGradient", "", "", ""]
+    assert [[text.get_text() for text in panel.texts] for panel in panels] == [["espresso\n95.1 %"], [], []] * 2
+    places = [panel.get_position() for panel in panels]
+    assert [place.x0 for place in places[:3]] == pytest.approx([place.x0 for place in places[3:]])
+    assert [len(panel.child_axes) for panel in panels] == [0, 0, 0, 0, 1, 1]
+    bars = [bar for panel in panels for bar in panel.child_axes]
+    assert [bar.get_xlim() for bar in bars] == [(0, shared_limit(cam)), (0, pytest.approx(shared_limit(gradient)))]
+    assert [bar.get_xlabel() for bar in bars] == ["score", "× 10$^{-6}$ score"]
+    weak = pixels_of(overlay(cam[0], limit=shared_limit(cam)))
+    assert np.array_equal(panels[1].images[0].get_array(), weak)
+    assert made.get_figwidth() < 6.9
+    made.savefig(tmp_path / "figure.pdf")
+    assert (tmp_path / "figure.pdf").read_bytes().count(b"/Subtype /Image") == len(panels) + len(bars)
+
+
+def test_a_figure_by_method_names_columns_by_the_keys_of_a_mapping() -> None:
+    photos = [whole(noise(40, 30, seed)) for seed in (0, 1)]
+    maps = [explained(torch.rand(1, 4, 4), photo) for photo in photos]
+    settings = [replace(each, settings={"steps": 9}) for each in maps]
+    _, panels = by_method({"Grad-CAM": maps, "Ours": settings})
+    assert [panel.get_title() for panel in panels] == ["image", "Grad-CAM", "Ours", "", "", ""]
+    _, panels = by_method({"$w_k$": [replace(maps[0], questions=(QuestionFacts("US$ or A$", 7),))]}, parse_math=True)
+    assert panels[1].title.get_parse_math()
+    assert not panels[0].texts[0].get_parse_math()
+    _, panels = by_method({"A very longLine of a title": maps[0]})
+    assert panels[1].get_title() == "A very long Line of a\ntitle"
+
+
+def test_a_figure_by_method_names_different_classes_of_a_row_above_each_map() -> None:
+    photo = whole(noise(30, 30))
+    cat, dog = (explained(torch.rand(1, 4, 4), photo, name=name) for name in ("cat", "dog"))
+    _, panels = by_method([[cat, dog], [dog, dog]])
+    titles = ["image", "made_up\ncat 95.1 %", "made_up\ndog 95.1 %"]
+    assert [panel.get_title() for panel in panels] == [*titles, "", "", ""]
+    assert [len(panel.texts) for panel in panels] == [0, 0, 0, 1, 0, 0]
+
+
+def test_the_bar_of_a_column_shows_values_beyond_it_and_outliers_of_any_row() -> None:
+    photos = [whole(noise(30, 30, seed)) for seed in (0, 1)]
+    plain, speckled = (
+        explained(torch.rand(3, 20, 20) * scale, photo) for photo, scale in zip(photos, (1, 9), strict=True)
+    )
+    marked = speckled.with_evidence(outliers=torch.ones(1, 20, 20).tril() > 0)
+    _, panels = by_method([[plain], [marked]])
+    [bar] = panels[-1].child_axes
+    assert bar.get_xlabel().endswith("outlying norm")
+    assert len(bar.patches) == 1
+
+
+def test_a_figure_by_method_of_rows_that_do_not_fit_together_is_an_error() -> None:
+    rows = rows_of([(9, 9), (9, 9)], ["grad_cam", "layer_cam"])
+    with pytest.raises(RenderError, match="row 1 has the methods layer_cam, grad_cam"):
+        figure([rows[0], rows[1][::-1]], shared="method")
+    with pytest.raises(RenderError, match="leave out columns=3"):
+        figure(rows, shared="method", columns=3)
+    with pytest.raises(RenderError, match="shared='row'"):
+        figure(rows, shared="row")  # type: ignore[arg-type]
 
 
 def test_a_figure_of_several_classes_names_each_above_its_map() -> None:

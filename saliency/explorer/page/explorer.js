@@ -128,6 +128,8 @@ async function mount(root, host, transport) {
     make("button", { type: "submit" }, "Explain the text"),
   );
   textForm.hidden = !about.asks.includes("text");
+  text.value = kept.target?.text ?? "";
+  otherText.value = kept.target?.against?.[0] ?? "";
   textForm.addEventListener("submit", (event) => {
     event.preventDefault();
     const [wanted, other] = [text.value.trim(), otherText.value.trim()];
