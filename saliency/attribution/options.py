@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 from functools import cache
 from inspect import Parameter, Signature, getattr_static
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeGuard, TypeVar, dataclass_transform, overload
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def of_input(value: Any, name: Any, default: Any = None) -> Any:
     return value.get(name, default) if isinstance(value, PerInput) else value
 
 
-def is_per_input(value: object) -> bool:
+def is_per_input(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether an option is a mapping of inputs, and not the configuration of one preprocessing."""
     if not isinstance(value, Mapping) or any(isinstance(own, tuple | list) for own in value.values()):
         return False

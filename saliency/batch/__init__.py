@@ -45,7 +45,7 @@ __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "Stoppe
 # Here and in `evaluate`, the options of a run are spelled out: editors and type checkers read no signature that
 # a decorator builds, and a `TypedDict` would be a third list, without the defaults.
 def batch(
-    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any],
     out: str | os.PathLike[str],
     model: str | nn.Module = "efficientnet_lite0",
     methods: Sequence[str] = ("grad_cam",),
@@ -85,7 +85,8 @@ def batch(
     Args:
         sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
             and WebDataset shards (.tar). Images include NIfTI files and DICOM series, see docs/volumes.md, and files at
-            fsspec addresses (s3://, gs://), see docs/batch.md.
+            fsspec addresses (s3://, gs://), see docs/batch.md. For a model with several inputs, a mapping of names to
+            sources: files of equal names are a case. Lists may also have a column for each input.
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model.
         methods: Names in the registry. Methods share forward passes where possible. Methods of earlier runs in the same

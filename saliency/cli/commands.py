@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -49,6 +48,7 @@ from .batch_commands import (
     choose_target,
     choose_targets,
     expected_errors,
+    named_inputs,
     run_arguments,
     select_methods,
     split_settings,
@@ -75,6 +75,11 @@ class CollectingMapper(ExplainMapper):
 
     rows: list[Row]
     thumbs: dict[int, dict[str, Explanation]] | None
+
+    @property
+    def takes_cases(self) -> bool:
+        """Whether all files of the run are made of cases of several inputs, too."""
+        return ExplainMapper.takes_cases.__get__(self) and self.thumbs is None
 
     def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
         """Write the files of one image, and yield its rows."""
@@ -129,24 +134,16 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], texts: Mapp
     return found._replace(entries=with_names([row for entry in entries for row in _once_per_text(entry, texts)]))
 
 
-def named_inputs(words: Sequence[str]) -> dict[str, Any]:
-    """Return the inputs of a model with several, of words such as rgb=a.png; none if a word is an image by itself.
-
-    A file .npy is a float array, as the model takes it; a word that is no file is passed to the model as text.
-    """
-    named: dict[str, Any] = {}
-    for word in words:
-        name, mark, value = word.partition("=")
-        if not mark or not re.fullmatch(r"[A-Za-z_][\w.]*", name) or os.path.exists(word):  # noqa: PTH110
-            return {}
-        named[name] = np.load(value) if value.endswith(".npy") else value
-    return named
-
-
 def _explain_inputs(
-    arguments: argparse.Namespace, methods: Sequence[str], inputs: Mapping[str, Any], screen: Screen
+    arguments: argparse.Namespace, methods: Sequence[str], words: Mapping[str, str], screen: Screen
 ) -> int:
-    """Explain one case of a model with several inputs: a figure and the shares of each method, and the overlays."""
+    """Explain one case of a model with several inputs: a figure and the shares of each method, and the overlays.
+
+    A file .npy is a float array, as the model takes it; a word that is not a file is passed to the model as text.
+    """
+    if any(map(os.path.isdir, words.values())):
+        raise UsageError("saliency explain takes one case; saliency batch explains folders of several inputs")
+    inputs = {name: np.load(value) if value.endswith(".npy") else value for name, value in words.items()}
     if arguments.sheet or arguments.trust or arguments.out == Path("-"):
         raise UsageError("--sheet, --trust and -o - are for models of one image; the inputs of a case are one figure")
     settings, style = split_style(arguments, methods)
