@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .failures import BatchError, StoppedError, writing_to
 from .options import FORMATS, SIGNS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
 from .run import execute
-from .sources import find_images
+from .sources import find_images, require_images
 from .store import ManifestStore, locked
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def batch(
     network, output, run = NetworkOptions.of(arguments), OutputOptions.of(arguments), RunOptions.of(arguments)
     with without_garbage_collection():
         entries, left_out, others = find_images(sources, recursive=recursive, targets=targets)
+        require_images(entries if maps or trust or detections else ())
     with locked(Path(out)) as folder:
         with writing_to(folder), without_garbage_collection():
             store = ManifestStore(folder, entries, network, output, run)

@@ -75,11 +75,6 @@ class ExplainMapper(Mapper):
 
     output: OutputOptions
 
-    @property
-    def takes_cases(self) -> bool:
-        """Whether all files of the run are made of cases of several inputs, too."""
-        return not (self.output.maps or self.output.trust or self.options.detections)
-
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[ImageResults]:
         """Explain the images of a batch, and measure their trust cards."""
         start = perf_counter()
@@ -221,16 +216,14 @@ def _draw_case(result: InputExplanations, output: OutputOptions) -> Row:
     row["layer"] = ", ".join(dict.fromkeys(own.layer for own in maps if own.layer)) or None
     row["overlay"] = encode_drawing(_side_by_side(painted, labels), f".{style.format}")
     if output.with_manifest:
-        longest = max(height, sum(frame.image.width for frame in frames))
-        small = [_of_height(frame, round(height * min(1, THUMBNAIL_SIDE / longest))) for frame in frames]
-        thumbnail = _side_by_side([frame.image for frame in small])
-        row["width"], row["height"] = thumbnail.size
-        row["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
+        images = _side_by_side([frame.image for frame in frames])
+        row["width"], row["height"] = images.size
+        row["thumbnail"] = encode(shrink(images, THUMBNAIL_SIDE), "JPEG", quality=THUMBNAIL_QUALITY)
         heats = [
             heat_image(own, frame, frame.image.size, style.colormap, style.opacity).resize(frame.image.size)
-            for own, frame in zip(scaled, small, strict=True)
+            for own, frame in zip(scaled, frames, strict=True)
         ]
-        row["heat"] = encode(_side_by_side(heats), "WEBP", quality=HEAT_QUALITY, method=0)
+        row["heat"] = encode(shrink(_side_by_side(heats), THUMBNAIL_SIDE), "WEBP", quality=HEAT_QUALITY, method=0)
     return row
 
 

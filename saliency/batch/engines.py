@@ -81,11 +81,6 @@ class Mapper(ABC):
     out: Path
     is_interrupted: Callable[[], bool] = bool
 
-    @property
-    def takes_cases(self) -> bool:
-        """Whether the images may be cases of several inputs."""
-        return False
-
     @abstractmethod
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""

@@ -106,17 +106,14 @@ class ImageEntry(NamedTuple):
         Raises:
             ImageError: It cannot be read.
             NotApplicableError: It is a volume.
-            MethodError: It is a case of several inputs.
         """
-        from ..errors import ImageError, MethodError, NotApplicableError, errors_as
+        from ..errors import ImageError, NotApplicableError, errors_as
         from ..io.inputs import decode, open_image
 
         if self.problem:
             raise ImageError(self.problem)
         if self.is_volume:
             raise NotApplicableError("metrics and trust cards are defined for images, not for volumes")
-        if self.inputs is not None:
-            raise MethodError("metrics and trust cards measure one image, and a case has several inputs")
         if is_remote(self.path):
             return decode(io.BytesIO(read_bytes(self.path)), self.source)
         if self.offset is None:

@@ -36,9 +36,6 @@ def execute(mapper: Mapper, store: Store, engine: Engine, options: RunOptions) -
     """
     from .network import Network, load_model
 
-    if not mapper.takes_cases and any(entry.inputs for entry in store.entries):
-        refused = "metrics, trust cards, saved maps, contact sheets and detections"
-        raise BatchError(f"{refused} are for models of one image, and {store.entries[0].source} is a case of several")
     model = load_model(mapper.options)
     network = Network(mapper.options, model)
     if network.preprocess is None and not all(entry.is_volume or entry.inputs for entry in store.entries):

@@ -134,6 +134,13 @@ def _cases(sources: Mapping[str, Any], recursive: bool, others: set[str]) -> Ite
         yield first[stem]._replace(inputs=constants | chosen)
 
 
+def require_images(entries: Iterable[ImageEntry]) -> None:
+    """Raise BatchError for a case of several inputs."""
+    if case := next((entry for entry in entries if entry.inputs), None):
+        refused = "metrics, trust cards, saved maps, contact sheets and detections"
+        raise BatchError(f"{refused} are for models of one image, and {case.source} is a case of several")
+
+
 def _case(inputs: Mapping[str, Any], folder: str = "") -> ImageEntry | None:
     """Return a case of files, relative to a folder, and of other arguments; None if there is no file."""
     files = {name: file for name, value in inputs.items() if (file := _case_file(value, folder))}
@@ -147,15 +154,8 @@ def _case_file(value: object, folder: str = "") -> str:
     return os.path.abspath(path) if is_file else ""  # noqa: PTH100
 
 
-def _images_of_source(source: str, recursive: bool, others: set[str], more: str | None = None) -> Iterator[ImageEntry]:
-    """Yield the images of a source, and add the other files of a folder to `others`.
-
-    Args:
-        source: The source.
-        recursive: Whether subfolders are searched.
-        others: The paths of other files.
-        more: A further suffix of files to yield.
-    """
+def _images_of_source(source: str, recursive: bool, others: set[str], more: str = "") -> Iterator[ImageEntry]:
+    """Yield the images of a source, and files of a folder with the suffix `more`; add its other files to `others`."""
     suffix = Path(source).suffix.lower()
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
         yield from _images_of_folder(source, recursive, others, more)
@@ -212,7 +212,7 @@ def _images_of_address(source: str, recursive: bool, others: set[str]) -> Iterat
     yield from entries or [_entry(source, problem="there are no images at this address")]
 
 
-def _images_of_folder(root: str, recursive: bool, others: set[str], more: str | None) -> Iterator[ImageEntry]:
+def _images_of_folder(root: str, recursive: bool, others: set[str], more: str) -> Iterator[ImageEntry]:
     """Yield the images of a folder. Iterative, since a tree may be deeper than the recursion limit of Python."""
     seen: set[tuple[int, int]] = set()
     waiting: list[tuple[str, tuple[str, ...]]] = [(root, ())]

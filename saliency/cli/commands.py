@@ -8,13 +8,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.text import Text
 
@@ -31,16 +30,14 @@ from ..batch.network import LoadedImage, Network, create_methods, find_devices, 
 from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
 from ..batch.plan import BatchSlot
 from ..batch.run import execute
-from ..batch.sources import Found, find_images
+from ..batch.sources import Found, find_images, require_images
 from ..batch.store import Store, file_names
 from ..errors import SaliencyError, plural, visible
 from ..evaluation.metrics.base import get_metric
-from ..io.atomic_write import atomic_write, inside
+from ..io.atomic_write import inside
 from ..methods import METHODS
 from ..render.blending import shrink
-from ..render.figure import PRINT_DPI, as_png
-from ..render.overlay import overlay, save_drawing
-from ..render.results import figure
+from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..tables import Table
 from .arguments import ALL, METHOD, MODEL, arguments_of
@@ -76,11 +73,6 @@ class CollectingMapper(ExplainMapper):
     rows: list[Row]
     thumbs: dict[int, dict[str, Explanation]] | None
 
-    @property
-    def takes_cases(self) -> bool:
-        """Whether all files of the run are made of cases of several inputs, too."""
-        return ExplainMapper.takes_cases.__get__(self) and self.thumbs is None
-
     def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
         """Write the files of one image, and yield its rows."""
         for row in ExplainMapper.write(self, loaded, results):  # not super(), which classes with slots lack
@@ -104,10 +96,9 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
     targets = choose_targets(arguments)
     texts = {word: target for word, target in targets.items() if word.startswith("text:")}
     arguments.target = next(iter(targets.values()), None)
-    if inputs := named_inputs([*arguments.images, *more_images]):
-        return _explain_inputs(arguments, methods, inputs, screen)
     with tempfile.TemporaryDirectory() as scratch:
         found = _find_images(arguments, more_images, texts, Path(scratch))
+        require_images(found.entries if arguments.trust or arguments.save or arguments.sheet else ())
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, found.entries, screen)
             screen.say_left_out(found.left_out, found.others)
@@ -129,51 +120,9 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], texts: Mapp
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
-    found = find_images(files, recursive=arguments.recursive)
+    found = find_images(named_inputs(files) or files, recursive=arguments.recursive)
     entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in found.entries]
     return found._replace(entries=with_names([row for entry in entries for row in _once_per_text(entry, texts)]))
-
-
-def _explain_inputs(
-    arguments: argparse.Namespace, methods: Sequence[str], words: Mapping[str, str], screen: Screen
-) -> int:
-    """Explain one case of a model with several inputs: a figure and the shares of each method, and the overlays.
-
-    A file .npy is a float array, as the model takes it; a word that is not a file is passed to the model as text.
-    """
-    if any(map(os.path.isdir, words.values())):
-        raise UsageError("saliency explain takes one case; saliency batch explains folders of several inputs")
-    inputs = {name: np.load(value) if value.endswith(".npy") else value for name, value in words.items()}
-    if arguments.sheet or arguments.trust or arguments.out == Path("-"):
-        raise UsageError("--sheet, --trust and -o - are for models of one image; the inputs of a case are one figure")
-    settings, style = split_style(arguments, methods)
-    options = NetworkOptions.of({**vars(arguments), "methods": methods, "options": settings})
-    drawn: dict[str, Any] = {name: value for name, value in asdict(style).items() if name != "format"}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    failures, written = 0, 0
-    for method in create_methods(options, move_model(load_model(options), one_device(options))):
-        try:
-            with screen.waiting(f"explaining by {method.name}"):
-                result = method.attribute(inputs, arguments.target)
-        except SaliencyError as error:
-            failure = Failure.of(error, method.name)
-            failures += failure.kind not in expected_errors(arguments)
-            screen.error(sentence(", ".join(inputs), method.name, failure.reason))
-            continue
-        written += 1
-        shares = ", ".join(f"{name} {round(100 * share)} %" for name, share in result.shares.items())
-        screen.say(f"{method.name}: {next(iter(result.values())).target_names[0]}; {shares}")
-        stem = arguments.out / f"inputs.{method.name}.png"
-        with atomic_write(stem) as temporary:
-            temporary.write_bytes(as_png(figure(result), PRINT_DPI))
-        for name, explanation in result.items():
-            if explanation.frames[0] is not None:
-                save_drawing(overlay(explanation, **drawn), arguments.out / f"{name}.{method.name}.png")
-        if arguments.save:
-            result.save(stem.with_suffix(".safetensors"))
-    if written:
-        screen.say(f"written to {visible(arguments.out)}{os.sep}")
-    return int(failures > 0 or not written)
 
 
 def _once_per_text(entry: ImageEntry, texts: Mapping[str, Any]) -> list[ImageEntry]:
@@ -292,6 +241,9 @@ def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: S
         screen.table(["image", "class", "prob.", "method", "file"], cells)
     _print_totals([row for row in rows if row["overlay"]], len(failed), out, screen)
     for row in rows:
+        if row["shares"]:
+            shares = ", ".join(f"{name} {round(100 * share)} %" for name, share in row["shares"].items())
+            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {shares}")
         if row["trust"]:
             screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {row['trust']['summary']}")
     return len(failed)
@@ -330,6 +282,7 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     if len(entries) != 1 or len(methods) != 1:
         counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
+    require_images(entries)
     values = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
     options, seconds, (entry,) = NetworkOptions.of(values), OutputOptions.of(values).seconds, entries
     with screen.waiting("measuring the map"):
