@@ -55,13 +55,21 @@ class InputBatch(Batch):
 
     Attributes:
         names: The inputs that `inputs` holds: one; or several, as channels of one image or as rows of numbers.
-        shapes: The shape of one row of each.
-        geometries: The position of the first photo of each case, or of its first image, to which targets refer.
+        source: All inputs of the call. The others stay while the model runs variants of these.
     """
 
     names: tuple[Key, ...] = field(kw_only=True)
-    shapes: tuple[torch.Size, ...] = field(kw_only=True)
-    geometries: tuple[Geometry, ...] = field(kw_only=True)
+    source: ModelInputs = field(kw_only=True, repr=False)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """The shape of one row of each input."""
+        return [self.source.values[name].shape[1:] for name in self.names]
+
+    @property
+    def others(self) -> list[InputBatch]:
+        """Each of the other images."""
+        return [self.source.batch(name) for name in self.source.frames.keys() - {*self.names}]
 
     @property
     def is_rows(self) -> bool:
@@ -119,6 +127,7 @@ class ModelInputs:
         values: The inputs as the model takes them.
         frames: The images among them, with the position of each on its original image.
         joined: The floating-point tensors among them, which gradients reach.
+        geometries: The position of the first photo of each case, or of its first image, to which targets refer.
     """
 
     def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
@@ -157,7 +166,7 @@ class ModelInputs:
             self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
         first = next((name for name, frames in self.frames.items() if frames[0] is not None), next(iter(self.frames)))
         size = tuple(self.values[first].shape[2:])
-        self._geometries = tuple(Geometry.of(frame, size) for frame in self.frames[first])
+        self.geometries = tuple(Geometry.of(frame, size) for frame in self.frames[first])
 
     def named(self, arguments: Any) -> Any:
         """Return further arguments of the model by name, if they are given in order: those that no input fills."""
@@ -187,14 +196,13 @@ class ModelInputs:
             others = {name: self._rows(value, rows) for name, value in self.values.items()}
             return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
 
-        shapes = tuple(value.shape[1:] for value in values)
-        batch = InputBatch(x, frames, arguments=arguments, names=names, shapes=shapes, geometries=self._geometries)
+        batch = InputBatch(x, frames, arguments=arguments, names=names, source=self)
         return batch
 
     def _rows(self, value: Any, rows: Sequence[int]) -> Any:
         """Return the rows of an input for variants of images; other arguments unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) in (1, self.count):
-            return value[rows] if len(value) == self.count else value.expand(len(rows), *value.shape[1:])
+            return value.expand(len(rows), *value.shape[1:]) if len(value) == 1 else value[rows]
         is_list = isinstance(value, list) and len(value) == self.count > 1
         return [value[row] for row in rows] if is_list else value
 
