@@ -224,6 +224,11 @@ def has_several_inputs(model: nn.Module, given: Any, arguments: Any = ()) -> boo
     return isinstance(given, Views)
 
 
+def requires_several(model: nn.Module) -> bool:
+    """Return whether a model requires more arguments than one image."""
+    return [*_parameters(model).values()].count(True) > 1
+
+
 def require_volumes(model: nn.Module, x: Tensor) -> None:
     """Raise ImageError if a model of images gets five axes, which are the views of several cases."""
     convolutions = (nn.Conv2d, nn.Conv3d)

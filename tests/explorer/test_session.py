@@ -397,3 +397,11 @@ def test_one_image_in_any_form_is_one_offered_image(tmp_path: Path) -> None:
         session = Session(NetworkOptions(model=Tiny()), images)
         assert session.about()["images"] == [{"index": 0, "name": "image 0"}]
         assert (session.open(0)["width"], session.about()["sample"]) == (40, False)
+
+
+@pytest.mark.parametrize("name", ["shapes_rgbd", "shapes_policy"])
+def test_a_model_of_several_inputs_is_refused_with_the_command_that_has_a_page(name: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"models of one image; saliency batch rgb=photos/ depth=depths/ writes a page"
+    ):
+        Session(NetworkOptions(model=name))
