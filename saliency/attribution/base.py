@@ -355,7 +355,10 @@ class Attribution(HasOptions, ABC):
             return self
         method = copy.copy(self)
         for option, own in options.items():
-            vars(method)[option] = own.of_input(name) if isinstance(own, Attribution) else own.get(name)
+            if isinstance(own, Attribution):
+                vars(method)[option] = own.of_input(name)
+            else:
+                setattr(method, option, own.get(name, getattr(type(self), option).default))
         return method
 
     def _require_inputs(self, names: Collection[Key]) -> None:

@@ -103,8 +103,8 @@ class ConvertedOption(Generic[_Given, _Stored]):
 
     def stored(self, method: Any, value: Any) -> Any:
         """Return the value that a method stores for a value, or for a value per image or input."""
-        is_mapping = self.name in ("preprocess", "layer", "baseline") and isinstance(value, Mapping)
-        if is_mapping and (self.name != "preprocess" or is_per_input(value)):
+        is_of_image = self.name in ("preprocess", "layer", "baseline", "fill") and hasattr(method, "of_input")
+        if is_of_image and isinstance(value, Mapping) and (self.name != "preprocess" or is_per_input(value)):
             return PerInput({name: self.stored(method.of_input(name), part) for name, part in value.items()})
         if isinstance(value, PerImage):
             if not {"*", self.name} & {*getattr(method, "per_image", ())}:

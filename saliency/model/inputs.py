@@ -137,11 +137,12 @@ class ModelInputs:
         self.values: dict[Key, Any] = {}
         self.frames: dict[Key, tuple[Frame | None, ...]] = {}
         like = reference_tensor(model)
-        rows = {len(entry) for entry in entries.values() if isinstance(entry, Tensor) and entry.ndim == 4}
+        rows = {len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) == 4}
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
-                    batch = read(entry, prepare(name), like=like)
+                    one = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
+                    batch = read(one, prepare(name), like=like)
                 except (ImageError, NonFiniteError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
@@ -265,7 +266,8 @@ def _entries(model: nn.Module, given: SeveralInputs) -> _Entries:
     if is_named and (not parameters or parameters.keys() >= given.keys() or _takes_any_name(model)):
         return given, lambda values: values, given.keys()
     if [*parameters.values()].count(True) == 1:
-        return given, lambda values: {0: values}, first
+        is_tuple = [*given] == [*range(len(given))]
+        return given, lambda values: {0: tuple(values.values()) if is_tuple else values}, first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'
@@ -287,14 +289,16 @@ def _is_image(entry: Any, rows: Collection[int] = ()) -> bool:
 
     Args:
         entry: The input.
-        rows: The numbers of rows of other inputs (N, C, H, W). A float tensor of three axes with as many is a sequence.
+        rows: The numbers of rows of other inputs. A float tensor of two or three axes with as many rows is a state, or
+            a sequence, and so is one that is too small for an image.
     """
     if isinstance(entry, list):
         return bool(entry) and all(map(_is_image, entry))
     if isinstance(entry, Tensor) and entry.is_floating_point():
-        return entry.ndim in (4, 5) or (entry.ndim == 3 and len(entry) in (1, 3, 4) and len(entry) not in rows)
+        is_large = entry.ndim > 1 and (min(entry.shape[-2:]) > 4 or (entry.ndim == 3 and len(entry) in (1, 3, 4)))
+        return entry.ndim in (4, 5) or (is_large and entry.ndim < 4 and len(entry) not in rows)
     if isinstance(entry, Tensor | np.ndarray):
         has_channels = entry.ndim > 2 and ({entry.shape[-1], entry.shape[-3]} & {1, 3, 4})
         return entry.dtype in (torch.uint8, np.uint8, np.uint16) and (entry.ndim == 2 or bool(has_channels))
     is_path = isinstance(entry, str) and (is_image(entry) or os.path.isfile(entry))  # noqa: PTH113 - never raises
-    return is_path or isinstance(entry, os.PathLike | bytes | Image.Image)
+    return is_path or isinstance(entry, os.PathLike | bytes | Image.Image) or hasattr(entry, "read")

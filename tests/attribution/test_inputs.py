@@ -548,3 +548,75 @@ def test_a_traced_model_takes_a_tuple_of_images_as_a_batch() -> None:
     trace: Any = torch.jit.trace
     model = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), torch.randn(1, 3, 8, 8))
     assert len(saliency.VanillaGradient(model).attribute((torch.randn(3, 8, 8), torch.randn(3, 8, 8)), 1)) == 2
+
+
+def test_images_of_any_kind_are_recognised(tmp_path: Path) -> None:
+    model, inputs = case("middle")
+    depth = inputs["depth"][:1].float()
+    photo = np.random.default_rng(0).integers(0, 255, (16, 20, 3), np.uint8)
+    Image.fromarray(photo).save(tmp_path / "a.png")
+    method = saliency.InputXGradient(model, preprocess={"rgb": saliency.Preprocess(size=(16, 20))})
+    expected = method.attribute({"rgb": photo, "depth": depth}, 1)
+    with (tmp_path / "a.png").open("rb") as file:
+        for rgb in (file, tmp_path / "a.png", (tmp_path / "a.png").read_bytes()):
+            for given in (depth, depth[0], depth[0, 0], depth[0, 0].numpy()):
+                result = method.attribute({"rgb": rgb, "depth": given}, 1)
+                assert list(result) == ["rgb", "depth"]
+                for own, other in zip(result.values(), expected.values(), strict=True):
+                    assert torch.equal(own.values, other.values)
+
+
+def test_flows_are_images_and_states_and_matrices_are_not() -> None:
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rgb, self.flow, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(2, 4, 3), nn.Linear(4, 5)
+
+        def forward(self, rgb: Tensor, flow: Tensor, camera: Tensor, state: Tensor) -> Tensor:
+            assert camera.shape == (3, 3)
+            pooled = self.rgb(rgb).mean((2, 3)) * self.flow(flow).mean((2, 3))
+            out: Tensor = self.head(pooled * camera.mean()) + state.mean(1, keepdim=True)
+            return out
+
+    inputs = {"rgb": torch.randn(3, 16, 20), "flow": torch.randn(2, 16, 20), "camera": torch.randn(3, 3)}
+    result = saliency.VanillaGradient(Moving()).attribute({**inputs, "state": torch.randn(9)[None]}, 1)
+    assert list(result) == ["rgb", "flow"]
+    photos = [np.zeros((16, 20, 3), np.uint8)] * 6
+    batch = {"rgb": photos, "flow": torch.randn(6, 2, 16, 20), "camera": torch.randn(3, 3), "state": torch.randn(6, 9)}
+    prepare: Any = {"rgb": saliency.Preprocess(size=(16, 20))}
+    assert list(saliency.VanillaGradient(Moving(), preprocess=prepare).attribute(batch, 1)) == ["rgb", "flow"]
+
+
+def test_a_model_that_takes_one_tuple_gets_a_mapping_of_numbers() -> None:
+    model, inputs = case("late")
+
+    class Unpacking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+            rgb, depth = inputs
+            out: Tensor = self.model(rgb, depth)
+            return out
+
+    result = saliency.GradCAM(Unpacking()).attribute(dict(enumerate(inputs.values())), 1)
+    expected = saliency.GradCAM(model).attribute(inputs, 1)
+    for own, other in zip(result.values(), expected.values(), strict=True):
+        assert torch.equal(own.values, other.values)
+
+
+@pytest.mark.parametrize("name", ["occlusion", "rise", "feature_ablation"])
+def test_the_fill_may_be_given_by_input(name: str) -> None:
+    model, inputs = case("late")
+    cls, options = saliency.METHODS[name], saliency.METHODS[name].preview_options
+    result = cls(model, fill={"depth": 0.7}, **options).attribute(inputs, 1)
+    for key, fill in (("rgb", vars(cls(model, **options))["fill"]), ("depth", 0.7)):
+        expected = cls(model, fill=fill, **options).attribute(inputs, 1, explain=[key])
+        assert torch.equal(result[key].values, expected[key].values)
+    whole = saliency.FeatureAblation(model, segments="inputs", fill={"rgb": "mean", "depth": 0.7}).attribute(inputs, 1)
+    for key, fill in (("rgb", "mean"), ("depth", 0.7)):
+        alone = saliency.FeatureAblation(model, segments="inputs", fill=fill).attribute(inputs, 1)
+        torch.testing.assert_close(whole.sums[key], alone.sums[key])
+    with pytest.raises(MethodError, match="fill"):
+        saliency.metrics.Deletion(fill={"rgb": 0.0})
