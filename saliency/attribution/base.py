@@ -358,7 +358,8 @@ class Attribution(HasOptions, ABC):
             if isinstance(own, Attribution):
                 vars(method)[option] = own.of_input(name)
             else:
-                setattr(method, option, own.get(name, getattr(type(self), option).default))
+                declared = getattr(type(self), option)
+                vars(method)[option] = own[name] if name in own else declared.stored(method, declared.default)
         return method
 
     def _require_inputs(self, names: Collection[Key]) -> None:

@@ -107,8 +107,8 @@ def _cases(sources: Mapping[str, Any], recursive: bool, others: set[str]) -> Ite
     for name, source in sources.items():
         path = os.fsdecode(source) if isinstance(source, str | os.PathLike) else ""
         constants[name] = _case_file(path) or source
-        is_pattern = glob.has_magic(path) and ("/" in path or is_image(path))  # and not a question
-        if os.path.isdir(path) or is_pattern or Path(path).suffix.lower() in LISTS:  # noqa: PTH112
+        is_pattern = glob.has_magic(path) and ("/" in path or path.endswith(ARRAY) or is_image(path))  # not a question
+        if is_pattern or os.path.isdir(path) or path.endswith((*LISTS, "/")):  # noqa: PTH112
             entries = [entry for entry in _images_of_source(path, recursive, others, ARRAY) if entry.problem != _OWN]
             if not entries or entries[0].problem:
                 problem = entries[0].problem if entries else "there are no images"

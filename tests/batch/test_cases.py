@@ -97,6 +97,8 @@ def test_files_without_a_partner_are_named_and_left_out(sources: dict[str, str])
         Path(f"depth/{name}.npy").unlink()
     with pytest.raises(BatchError, match=r"no name is in all of rgb, depth, such as rgb/a.png and depth/e.npy"):
         find_images(sources)
+    with pytest.raises(BatchError, match=r"no name is in all of rgb, depth, such as rgb/a.png and depht/"):
+        find_images(sources | {"depth": "depht/"})
     with pytest.raises(BatchError, match=r"rgb: no folder/\*.png: no file matches"):
         find_images({"rgb": "no folder/*.png", "depth": "depth"})
 
