@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial, reduce
-from itertools import chain
 from operator import itemgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, overload
@@ -45,7 +44,7 @@ from ..model.call import (
     reference_tensor,
     unwrap,
 )
-from ..model.inputs import Group, Key, ModelInputs, Views, has_several_inputs, require_volumes
+from ..model.inputs import Group, InputBatch, Key, ModelInputs, Views, has_several_inputs, require_volumes
 from ..model.layers import LayoutFunction, as_layout, find, trace_layers
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..targets.language import parse_target
@@ -53,7 +52,7 @@ from ..targets.question import Question, QuestionFacts, Target
 from ..validation import Registry, check_choice, described
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
-from .inputs import InputExplanations
+from .inputs import InputExplanations, explain_inputs
 from .options import (
     ConvertedOption,
     HasOptions,
@@ -230,7 +229,7 @@ class Attribution(HasOptions, ABC):
 
     @overload
     def attribute(
-        self, inputs: ImagesLike | Answer, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+        self, inputs: ImagesLike | Batch, target: TargetLike = None, *, forward_args: ForwardArgs = ()
     ) -> Explanation: ...
 
     @known_keywords
@@ -278,20 +277,23 @@ class Attribution(HasOptions, ABC):
             refuse_keywords(unknown, self.attribute, self)
         if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, forward_args):
             several = ModelInputs(self.model, inputs, lambda name: self.of_input(name).preprocess)
-            return self._explain_inputs(several, target, several.named(forward_args), explain)
+            self._require_inputs(several.values)
+            attribute: Any = partial(self.attribute, target=target, forward_args=several.named(forward_args))
+            return explain_inputs(several, explain, attribute, is_together=self.explains_together())
+        method = self.of_input(inputs.names[0]) if isinstance(inputs, InputBatch) and not inputs.is_rows else self
         try:
-            batch = self.read(inputs)
+            batch = method.read(inputs)
         except ImageError as error:
             if hint := _image_hint(inputs, target):
                 raise ImageError(f"{error}; {hint}") from error
             raise
-        with self.call(batch, [target], forward_args):
-            return self.explain_batch(batch, [target])[0]
+        with method.call(batch, [target], forward_args):
+            return method.explain_batch(batch, [target])[0]
 
     @known_keywords
     def attribute_classes(
         self,
-        inputs: ImagesLike | Answer,
+        inputs: ImagesLike | Batch,
         targets: Sequence[TargetLike],
         *,
         forward_args: ForwardArgs = (),
@@ -334,6 +336,8 @@ class Attribution(HasOptions, ABC):
             elif getattr(target, "reads_logits", False):
                 logits = WeakTensorKeyDictionary()
         state = arguments_of(forward_args, batch, layer)
+        if isinstance(batch, InputBatch):
+            state["other_layers"] = partial(_reading, self.model, batch)
         return prepared_for_attribution(self.model, **state, layout=self.layout, logits=logits)
 
     def explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
@@ -352,7 +356,11 @@ class Attribution(HasOptions, ABC):
             return self
         method = copy.copy(self)
         for option, own in options.items():
-            vars(method)[option] = own.of_input(name) if isinstance(own, Attribution) else own.get(name)
+            if isinstance(own, Attribution):
+                vars(method)[option] = own.of_input(name)
+            else:
+                declared = getattr(type(self), option)
+                vars(method)[option] = own[name] if name in own else declared.stored(method, declared.default)
         return method
 
     def _require_inputs(self, names: Collection[Key]) -> None:
@@ -367,52 +375,6 @@ class Attribution(HasOptions, ABC):
     def explains_together(self) -> bool:
         """Return whether one pass explains all inputs of a model with several."""
         return self.joins_inputs
-
-    def _explain_inputs(
-        self,
-        inputs: ModelInputs,
-        target: Any,
-        forward_args: ForwardArgs,
-        explain: Sequence[Key | Group] | None,
-    ) -> InputExplanations:
-        """Explain the images among several inputs: together if the method can, or each while the others stay."""
-        names = [*inputs.frames] if explain is None else list(explain)
-        flat = chain.from_iterable(name if isinstance(name, tuple) else [name] for name in names)
-        unknown = [name for name in flat if name not in inputs.frames]
-        if unknown or not names or isinstance(explain, str):
-            raise MethodError(
-                f"explain={explain!r}: expected a list of images among {', '.join(map(str, inputs.frames))}"
-            )
-        self._require_inputs(inputs.values)
-        if self.explains_together() and not any(isinstance(name, tuple) for name in names):
-            return self._explain_joined(inputs, target, forward_args, names)
-        explanations = {}
-        for name in names:
-            group = name if isinstance(name, tuple) else (name,)
-            batch, method = inputs.batch(*group, as_channels=True), self.of_input(group[0])
-            with method.call(batch, [target], forward_args):
-                others = [inputs.batch(other) for other in inputs.frames.keys() - {*group}]
-                with bound(other_layers=partial(_reading, self.model, others)):
-                    explanations[name] = method.explain_batch(batch, [target])[0]
-        return InputExplanations(explanations, inputs.values)
-
-    def _explain_joined(
-        self, inputs: ModelInputs, target: Any, forward_args: ForwardArgs, names: Sequence[Any]
-    ) -> InputExplanations:
-        """Explain all inputs in one pass, as one row of numbers."""
-        batch = inputs.batch(*inputs.joined)
-        method = self.of_input(inputs.joined[0]) if len(inputs.joined) == 1 else self
-        with method.call(batch, [target], forward_args):
-            whole = method.explain_batch(batch, [target])[0]
-        parts = {part: batch.parts(own) for part, own in whole.tensors().items() if own.shape == whole.values.shape}
-        explanations = {}
-        for name in names:
-            tensors = {part: own[name] for part, own in parts.items()}
-            size, frames = tuple(inputs.values[name].shape[2:]), inputs.frames[name]
-            one = whole.with_tensors(whole.tensors() | tensors)
-            explanations[name] = replace(one, frames=frames, input_size=size)
-        others = {name: own for name, own in parts["values"].items() if name not in names}
-        return InputExplanations(explanations, inputs.values, others)
 
     @abstractmethod
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
@@ -442,9 +404,9 @@ class Attribution(HasOptions, ABC):
         """Explain several targets. Methods that explain all of them from one forward override this."""
         return [self.explain(x, target) for target in targets]
 
-    def read(self, inputs: ImagesLike | Answer) -> Batch:
+    def read(self, inputs: ImagesLike | Batch) -> Batch:
         """Read the image or images as the model's input, on the model's device."""
-        if isinstance(inputs, Answer):
+        if isinstance(inputs, Batch):
             return inputs.of(self.model)
         batch = read(inputs, self.preprocess, like=reference_tensor(self.model))
         if batch.inputs.dim() == 5:
@@ -566,12 +528,12 @@ def _called(like: Any) -> Any:
     return like
 
 
-def _reading(model: nn.Module, batches: Sequence[Batch]) -> frozenset[Reading]:
-    """Return the calls of layers that read one of several images, in a call of another one."""
+def _reading(model: nn.Module, batch: InputBatch) -> frozenset[Reading]:
+    """Return the calls of layers that read other images than a batch, in a call of the batch."""
     reading = frozenset[Reading]()
-    for batch in batches:
-        with bound(batch=batch, caches={}, other_layers=None):
-            reading |= trace_layers(model, batch.inputs[:1]).reading
+    for other in batch.others:
+        with bound(batch=other, caches={}, other_layers=None):
+            reading |= trace_layers(model, other.inputs[:1]).reading
     return reading
 
 
@@ -693,7 +655,7 @@ class Together:
         self.methods = methods
 
     def attribute(
-        self, inputs: ImagesLike | Answer, target: TargetLike = None, *, forward_args: ForwardArgs = ()
+        self, inputs: ImagesLike | Batch, target: TargetLike = None, *, forward_args: ForwardArgs = ()
     ) -> list[Explanation]:
         """Return one explanation per method, in their order. Arguments and errors as for `Attribution.attribute`."""
         return self.explain_batch(self.methods[0].read(inputs), target, forward_args)

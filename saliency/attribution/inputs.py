@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..model.inputs import Key
+from ..errors import MethodError
+from ..model.inputs import Group, InputBatch, Key, ModelInputs
 from .explanation import Explanation
 
 
@@ -21,13 +23,13 @@ class InputExplanations(Mapping[Any, Explanation]):
 
     Attributes:
         explanations: The explanation of each image, by the name of the input.
-        inputs: All inputs as the model takes them.
+        source: All inputs of the call.
         others: The values of inputs that are not images, such as a state vector, in their shapes (N, ...). Methods that
             explain all inputs together have them: gradients, relevance and path methods.
     """
 
     explanations: Mapping[Any, Explanation]
-    inputs: Mapping[Key, Any] = field(repr=False)
+    source: ModelInputs = field(repr=False)
     others: Mapping[Key, Tensor] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: Any) -> Explanation:
@@ -43,6 +45,15 @@ class InputExplanations(Mapping[Any, Explanation]):
     def __len__(self) -> int:
         """Return the number of images of one case."""
         return len(self.explanations)
+
+    @property
+    def inputs(self) -> Mapping[Key, Any]:
+        """All inputs as the model takes them."""
+        return self.source.values
+
+    def hold(self, name: Key | Group) -> InputBatch:
+        """Return an image, or a group, for metrics and trust cards, which change it while the other inputs stay."""
+        return self.source.batch(*(name if isinstance(name, tuple) else (name,)), as_channels=True)
 
     @property
     def scores(self) -> Tensor:
@@ -85,3 +96,38 @@ class InputExplanations(Mapping[Any, Explanation]):
             files.append(file.with_suffix(f".{label.replace('/', '_')}{file.suffix}"))
             explanation.save(files[-1])
         return files
+
+
+def explain_inputs(
+    inputs: ModelInputs,
+    explain: Sequence[Key | Group] | None,
+    attribute: Callable[[InputBatch], Explanation],
+    *,
+    is_together: bool,
+) -> InputExplanations:
+    """Explain the images among several inputs: in one pass, or each while the others stay.
+
+    Args:
+        inputs: The inputs.
+        explain: As for `Attribution.attribute`.
+        attribute: Explains an input, or all of them as one row of numbers.
+        is_together: Whether one pass explains all inputs, unless some are explained as one image.
+    """
+    names: list[Any] = [*inputs.frames] if explain is None else list(explain)
+    flat = chain.from_iterable(name if isinstance(name, tuple) else [name] for name in names)
+    if not names or isinstance(explain, str) or not inputs.frames.keys() >= {*flat}:
+        images = ", ".join(map(str, inputs.frames))
+        raise MethodError(f"explain={explain!r}: expected a list of images among {images}")
+    explained = InputExplanations({}, inputs)
+    if not is_together or any(isinstance(name, tuple) for name in names):
+        return replace(explained, explanations={name: attribute(explained.hold(name)) for name in names})
+    batch = inputs.batch(*inputs.joined)
+    whole = attribute(batch)
+    parts = {part: batch.parts(own) for part, own in whole.tensors().items() if own.shape == whole.values.shape}
+    explanations = {}
+    for name in names:
+        one = whole.with_tensors(whole.tensors() | {part: own[name] for part, own in parts.items()})
+        size = tuple(inputs.values[name].shape[2:])
+        explanations[name] = replace(one, frames=inputs.frames[name], input_size=size)
+    others = {name: own for name, own in parts["values"].items() if name not in names}
+    return InputExplanations(explanations, inputs, others)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 from functools import cache
 from inspect import Parameter, Signature, getattr_static
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclass_transform, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeGuard, TypeVar, dataclass_transform, overload
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def of_input(value: Any, name: Any, default: Any = None) -> Any:
     return value.get(name, default) if isinstance(value, PerInput) else value
 
 
-def is_per_input(value: object) -> bool:
+def is_per_input(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether an option is a mapping of inputs, and not the configuration of one preprocessing."""
     if not isinstance(value, Mapping) or any(isinstance(own, tuple | list) for own in value.values()):
         return False
@@ -105,8 +105,8 @@ class ConvertedOption(Generic[_Given, _Stored]):
 
     def stored(self, method: Any, value: Any) -> Any:
         """Return the value that a method stores for a value, or for a value per image or input."""
-        is_mapping = self.name in ("preprocess", "layer", "baseline") and isinstance(value, Mapping)
-        if is_mapping and (self.name != "preprocess" or is_per_input(value)):
+        is_of_image = self.name in ("preprocess", "layer", "baseline", "fill") and hasattr(method, "of_input")
+        if is_of_image and isinstance(value, Mapping) and (self.name != "preprocess" or is_per_input(value)):
             return PerInput({name: self.stored(method.of_input(name), part) for name, part in value.items()})
         if isinstance(value, PerImage):
             if not {"*", self.name} & {*getattr(method, "per_image", ())}:

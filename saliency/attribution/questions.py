@@ -70,7 +70,7 @@ class CallImages(Images):
             size, frames = tuple(self._x.shape[2:]), self._frames or [None] * self.count
             batch = current_call().batch
             if isinstance(batch, InputBatch):
-                self.located_at = batch.geometries
+                self.located_at = batch.source.geometries
             else:
                 self.located_at = tuple(Geometry.of(frame, size) for frame in frames)
         return self.located_at

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .failures import BatchError, StoppedError, writing_to
 from .options import FORMATS, SIGNS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
 from .run import execute
-from .sources import find_images
+from .sources import find_images, require_images
 from .store import ManifestStore, locked
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "Stoppe
 # Here and in `evaluate`, the options of a run are spelled out: editors and type checkers read no signature that
 # a decorator builds, and a `TypedDict` would be a third list, without the defaults.
 def batch(
-    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any],
     out: str | os.PathLike[str],
     model: str | nn.Module = "efficientnet_lite0",
     methods: Sequence[str] = ("grad_cam",),
@@ -85,7 +85,8 @@ def batch(
     Args:
         sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
             and WebDataset shards (.tar). Images include NIfTI files and DICOM series, see docs/volumes.md, and files at
-            fsspec addresses (s3://, gs://), see docs/batch.md.
+            fsspec addresses (s3://, gs://), see docs/batch.md. For a model with several inputs, a mapping of names to
+            sources: files of equal names are a case. Lists may also have a column for each input.
         out: The output folder; created if it does not exist.
         model: A name that `saliency.load` accepts, or a model.
         methods: Names in the registry. Methods share forward passes where possible. Methods of earlier runs in the same
@@ -136,6 +137,7 @@ def batch(
     network, output, run = NetworkOptions.of(arguments), OutputOptions.of(arguments), RunOptions.of(arguments)
     with without_garbage_collection():
         entries, left_out, others = find_images(sources, recursive=recursive, targets=targets)
+        require_images(entries if maps or trust or detections else ())
     with locked(out) as folder:
         with writing_to(folder), without_garbage_collection():
             store = ManifestStore(folder, entries, network, output, run)

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-from PIL import Image
+from PIL import Image, ImageDraw
 from safetensors.torch import save
 
 from ..attribution.explanation import Explanation, pack_explanation
 from ..attribution.heatmap import heatmap
+from ..attribution.inputs import InputExplanations
 from ..attribution.passes import listening
 from ..evaluation.metrics.base import SharedResults
 from ..evaluation.trust import TrustCard
@@ -27,9 +28,12 @@ from ..io.geometry import Frame, scaled_size
 from ..io.inputs import encode
 from ..io.volumes import Volume, encode_map, place_map
 from ..model.call import name_subject
-from ..render.blending import heat_image, paint
+from ..render.blending import as_drawing, frame_of, heat_image, paint
+from ..render.blending import shrink as resize_frame
+from ..render.figure import pictured
 from ..render.overlay import encode_drawing
-from ..render.scaling import DIVERGING, SEQUENTIAL, ScaledMap, scale_map
+from ..render.scaling import DIVERGING, SEQUENTIAL, ScaledMap, scale_map, shared_limit
+from ..render.sheet import INK, PAPER, ellipsised, font_for
 from ..render.volume import anatomical_slices
 from .engines import Mapper
 from .failures import Failure, attempt, printable, unwritable
@@ -154,7 +158,7 @@ def draw(output: OutputOptions, loaded: LoadedImage, results: ImageResults) -> I
         return
     for method in loaded.slot.methods:
         start, explanation, card = perf_counter(), results.explanations[method], results.cards.get(method)
-        drawn = attempt(image.draw, explanation) if isinstance(explanation, Explanation) else explanation
+        drawn = explanation if isinstance(explanation, BaseException) else attempt(image.draw, explanation)
         if isinstance(drawn, BaseException):
             yield image.columns | failure_columns(drawn, entry, method)
             continue
@@ -176,7 +180,7 @@ class ImageDrawing:
     """
 
     def __init__(self, output: OutputOptions, loaded: LoadedImage) -> None:
-        self._output, self._original = output, loaded.volume or loaded.frame()
+        self._output, self._original = output, None if loaded.inputs else loaded.volume or loaded.frame()
         self.columns: Row = {}
         if isinstance(self._original, Frame):
             image = self._original.image
@@ -187,9 +191,11 @@ class ImageDrawing:
                 self._thumbnail_size = thumbnail.size
                 self.columns["thumbnail"] = encode(thumbnail, "JPEG", quality=THUMBNAIL_QUALITY)
 
-    def draw(self, explanation: Explanation) -> Row:
+    def draw(self, explanation: Explanation | InputExplanations) -> Row:
         """Draw the map of one method."""
         output, style, frame = self._output, self._output.style, self._original
+        if frame is None or isinstance(explanation, InputExplanations):
+            return _draw_case(cast("InputExplanations", explanation), output)
         if isinstance(frame, Volume):
             return _draw_volume(explanation, frame, style)
         scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
@@ -205,6 +211,53 @@ class ImageDrawing:
         elif output.maps:
             row["map"] = save(*pack_explanation(replace(explanation, frames=(frame,))))
         return row
+
+
+def _draw_case(result: InputExplanations, output: OutputOptions) -> Row:
+    """Draw the maps of a case side by side, on one scale, each over its image and above its share."""
+    style, maps = output.style, list(pictured(result))
+    scale: dict[str, Any] = {"sign": style.sign, "percentile": style.percentile, "smoothing": style.smoothing}
+    limit = shared_limit(maps, **scale)
+    scaled = [scale_map(explanation, limit=limit, **scale) for explanation in maps]
+    height = max(frame_of(explanation).image.height for explanation in maps)
+    frames = [_of_height(frame_of(explanation), height) for explanation in maps]
+    painted = [paint(frame, own, style.colormap, style.opacity) for frame, own in zip(frames, scaled, strict=True)]
+    total = float(sum(result.sums.values()))
+    shares = {name: float(part) / total for name, part in result.sums.items()} if total else {}
+    labels = [f"{name}: {round(100 * shares[name])} %" if shares else name for name in result]
+    row = explanation_facts(maps[0], scaled[0], style.colormap) | {"shares": shares}
+    row["layer"] = ", ".join(dict.fromkeys(own.layer for own in maps if own.layer)) or None
+    row["overlay"] = encode_drawing(_side_by_side(painted, labels), f".{style.format}")
+    if output.with_manifest:
+        images = _side_by_side([frame.image for frame in frames])
+        row["width"], row["height"] = images.size
+        row["thumbnail"] = encode(shrink(images, THUMBNAIL_SIDE), "JPEG", quality=THUMBNAIL_QUALITY)
+        heats = [
+            heat_image(own, frame, frame.image.size, style.colormap, style.opacity).resize(frame.image.size)
+            for own, frame in zip(scaled, frames, strict=True)
+        ]
+        row["heat"] = encode(shrink(_side_by_side(heats), THUMBNAIL_SIDE), "WEBP", quality=HEAT_QUALITY, method=0)
+    return row
+
+
+def _of_height(frame: Frame, height: int) -> Frame:
+    return resize_frame(frame, round(height * max(1, frame.image.width / frame.image.height)))
+
+
+def _side_by_side(images: Sequence[Image.Image], labels: Sequence[str] = ()) -> Image.Image:
+    """Return images of one height side by side, on white, or transparent, with a label below each."""
+    height, gap, size = images[0].height, max(2, images[0].height // 40), max(10, images[0].height / 20)
+    width = sum(image.width + gap for image in images) - gap
+    background = PAPER if images[0].mode == "RGB" else None
+    drawing = as_drawing(Image.new(images[0].mode, (width, height + round(1.5 * size) * bool(labels)), background))
+    pen, font, left = ImageDraw.Draw(drawing), font_for(labels, size), 0
+    for index, image in enumerate(images):
+        drawing.paste(image, (left, 0))
+        for label in labels[index : index + 1]:
+            text = ellipsised(label, font, image.width)
+            pen.text((left + image.width / 2, height + 0.75 * size), text, INK, font, anchor="mm")
+        left += image.width + gap
+    return drawing
 
 
 def _draw_volume(explanation: Explanation, volume: Volume, style: OverlayStyle) -> Row:

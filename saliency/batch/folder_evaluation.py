@@ -26,7 +26,7 @@ from .network import LoadedImage, Network
 from .options import NetworkOptions, OutputOptions, Progress, RunOptions, describe, fingerprint
 from .report import report
 from .run import execute
-from .sources import Paths, find_images
+from .sources import Paths, find_images, require_images
 from .store import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, Store, locked, read_json, remove_temporary_files
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def evaluate(
     arguments = locals()
     network_options, run = NetworkOptions.of(arguments), RunOptions.of(arguments)
     entries, left_out, others = find_images(sources, recursive=recursive, targets=targets)
+    require_images(entries)
     metric_list, by_name = resolve_metrics(metrics), None
     if masks is not None:
         try:

@@ -11,8 +11,9 @@ import sys
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ImageError, errors_as, optional_import
@@ -29,6 +30,9 @@ LONGEST = 160
 
 MOST_PER_FOLDER = 10_000
 """Images of one folder, above which a new run puts their files into numbered subfolders."""
+
+ARRAY = ".npy"
+"""The suffix of float arrays (C, H, W), which a model with several inputs takes unchanged."""
 
 _FORBIDDEN = frozenset('\\/:*?"<>|')
 
@@ -48,7 +52,10 @@ class ImageEntry(NamedTuple):
         problem: Reason why there is no image to open; empty without a known problem.
         offset: First byte of the image in the file; None for the whole file.
         size: Number of bytes from `offset`.
-        stamp: Size and modification time (ns) of the file when it was listed; empty if there was no file.
+        stamp: Size and modification time (ns) of the file when it was listed, or of all files of a case; empty if
+            there was no file.
+        inputs: The inputs of a case of a model with several, by name: absolute paths, of which `path` is the first, and
+            other arguments of the model. None for an image.
 
     The path of a DICOM series is its folder, and its label the name of the folder with the suffix .dcm.
     """
@@ -64,11 +71,12 @@ class ImageEntry(NamedTuple):
     offset: int | None = None
     size: int = 0
     stamp: tuple[int, ...] = ()
+    inputs: Mapping[str, Any] | None = None
 
     @property
-    def key(self) -> tuple[str, int | None]:
-        """Path and offset, which identify the image in a later listing."""
-        return self.path, self.offset
+    def key(self) -> tuple[object, ...]:
+        """Path and offset, and the inputs of a case, which identify the image in a later listing."""
+        return self.path, self.offset, self.inputs and json.dumps(self.inputs)
 
     @property
     def is_volume(self) -> bool:
@@ -118,8 +126,31 @@ class ImageEntry(NamedTuple):
             raise ImageError(f"{self.source!r} is truncated: the shard ends {self.size - len(data)} bytes too early")
         return decode(io.BytesIO(data), self.source)
 
+    def open_inputs(self) -> dict[str, Any]:
+        """Return the inputs of a case: images, the arrays of .npy files and lists of numbers, and other arguments.
+
+        Raises:
+            ImageError: A file cannot be read.
+        """
+        import numpy as np
+
+        from ..io.inputs import open_image
+
+        opened = dict(self.inputs or {})
+        for name, value in opened.items():
+            if is_case_file(value):
+                with errors_as(ImageError, f"{name}: {value!r} cannot be read"):
+                    opened[name] = np.load(value) if value.endswith(ARRAY) else open_image(value)
+            elif isinstance(value, list):
+                opened[name] = np.asarray(value)
+        return opened
+
     def current_stamp(self) -> tuple[int, ...]:
-        """Return the current stamp of the file; empty if there is no file."""
+        """Return the current stamp of the file, or of all files of a case; empty if a file does not exist."""
+        if self.inputs is not None:
+            files = filter(is_case_file, self.inputs.values())
+            stamps = [self._replace(path=file, inputs=None).current_stamp() for file in files]
+            return tuple(chain.from_iterable(stamps)) if all(stamps) else ()
         if is_remote(self.path):
             return () if self.problem else file_stamp(self.path)
         try:
@@ -253,6 +284,11 @@ def _safe_name(text: str) -> str:
 
 def _normalized(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", name).casefold())
+
+
+def is_case_file(value: object) -> bool:
+    """Return whether an input of a case is a file, and not another argument of the model."""
+    return isinstance(value, str) and os.path.isabs(value)  # noqa: PTH117
 
 
 # Facts of a file that change with its content, in the names of several stores; the first that exists is used.

@@ -26,11 +26,12 @@ _SIZES = tuple(f"{name}_bytes" for name in FILES)
 COLUMNS = (
     *("index", "source", "id", "method", "target", "target_box", "name", "probability", "score", "layer"),
     *("width", "height", "input_width", "input_height", "box", "range", "settings", "coverage", "residual"),
-    *("ledger", "trust", "sign", "units", "floor", "limit", *FILES, "colormap", "seconds", "repeated"),
+    *("ledger", "shares", "trust", "sign", "units", "floor", "limit", *FILES, "colormap", "seconds", "repeated"),
     *("error", "error_kind"),
     *_SIZES,
 )
-"""The columns. The boxes and `range` are lists, `settings`, `ledger` and `trust` objects; every value may be None."""
+"""The columns. The boxes and `range` are lists, `settings`, `ledger`, `shares` and `trust` objects. Every value may be
+None."""
 
 
 def make_row(**values: Any) -> Row:

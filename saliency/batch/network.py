@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..aliases import option_hint
 from ..attribution.base import METHODS, Attribution, Together, get_method
 from ..attribution.explanation import Explanation
+from ..attribution.inputs import InputExplanations
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
@@ -34,8 +35,8 @@ from .listing import ImageEntry
 from .options import NetworkOptions
 from .plan import BatchSlot
 
-Results = Mapping[str, Explanation | BaseException]
-"""Explanation or error of every method for one image, by the name of the method."""
+Results = Mapping[str, Explanation | InputExplanations | BaseException]
+"""Explanation, or explanations of a case, or error of every method for one image, by the name of the method."""
 _Outcomes = dict[str, list[Explanation | BaseException]]
 """Explanation or error of every image of a batch, by the name of the method."""
 
@@ -57,6 +58,7 @@ class LoadedImage:
         image: The decoded image; None if it was too large to be kept.
         range: Pixel values that the preprocessing and the drawing map to black and white in an image of 16 bits.
         volume: The volume; None for an image.
+        inputs: The inputs of a case of a model with several, as for `Attribution.attribute`; None for an image.
     """
 
     slot: BatchSlot
@@ -67,6 +69,7 @@ class LoadedImage:
     image: Image.Image | None = None
     range: Range | None = None
     volume: Volume | None = None
+    inputs: Mapping[str, Any] | None = None
 
     def open(self) -> Image.Image:
         """Return the decoded image. An image that was not kept is decoded again, and `failure` is raised.
@@ -138,6 +141,8 @@ class Network:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
             if slot.entry.detection is not None:
                 target = box(index=slot.entry.detection, cls=cast("int | None", target))
+            if slot.entry.inputs is not None:
+                return LoadedImage(slot, None, target, inputs=slot.entry.open_inputs())
             if slot.entry.is_volume and not slot.entry.problem:
                 volume = read_volume(slot.entry.path)
                 x = preprocess_volume(volume.values, self.preprocess)
@@ -167,7 +172,7 @@ class Network:
         Raises:
             BatchTooLargeError: The batch does not fit into memory, and has several images.
         """
-        results: list[tuple[Results, str | None]] = [({}, None) for _ in batch]
+        results: list[tuple[Results, str | None]] = [(self._explain_case(loaded), None) for loaded in batch]
         # The images that can be explained.
         inputs = {index: loaded.input for index, loaded in enumerate(batch) if loaded.input is not None}
         shapes = {x.shape for x in inputs.values()}
@@ -189,6 +194,11 @@ class Network:
                     of_image = {name: of_batch[position] for name, of_batch in outcomes.items()}
                     results[index] = of_image, next(iter(errors), None)
         return results
+
+    def _explain_case(self, loaded: LoadedImage) -> Results:
+        """Return the results of a case of several inputs, which is a batch of its own; none for an image."""
+        methods = [method for method in self.methods if loaded.inputs and method.name in loaded.slot.methods]
+        return {method.name: attempt(method.attribute, loaded.inputs, loaded.target) for method in methods}
 
     def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""

@@ -310,8 +310,11 @@ def _source(model: str | nn.Module) -> str | None:
 
 def _describe_preprocess(preprocess: PreprocessLike) -> str:
     """Return one text for all spellings of the same preprocessing."""
+    from ..attribution.options import is_per_input
     from ..io.preprocess import as_preprocess
 
+    if is_per_input(preprocess):
+        return str({name: own and _describe_preprocess(own) for name, own in preprocess.items()})
     return without_address(as_preprocess(preprocess))
 
 

@@ -7,16 +7,17 @@ import glob
 import json
 import os
 import posixpath
+import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..errors import ImageError, errors_as
+from ..errors import ImageError, errors_as, plural, warn
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
-from .failures import BatchError
-from .listing import ImageEntry, is_remote, list_files
+from .failures import BatchError, sentence
+from .listing import ARRAY, ImageEntry, is_remote, list_files
 from .store import EVALUATION, EVALUATION_PAGE, FILES, LOCK, is_output
 
 LISTS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".txt"))
@@ -45,9 +46,14 @@ class Found(NamedTuple):
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A path, or several."""
+NAMED = re.compile(r"[A-Za-z_][\w.]*")
+"""The names of inputs on the command line, and in the header of a list."""
+NAMED_ALONE = 5  # files without a partner that a warning names
 
 
-def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.PathLike[str] | None = None) -> Found:
+def find_images(
+    sources: Paths | Mapping[str, Any], *, recursive: bool = False, targets: str | os.PathLike[str] | None = None
+) -> Found:
     """Return the images of all sources, in order. Images of a folder are sorted by name.
 
     A NIfTI file is an image. The slices of a DICOM series together are one image.
@@ -57,16 +63,22 @@ def find_images(sources: Paths, *, recursive: bool = False, targets: str | os.Pa
     there is nothing else, the first of them is an image with a problem.
 
     Args:
-        sources: The sources.
+        sources: The sources; or a source for each input of a model with several, see `_cases`.
         recursive: Whether subfolders are searched. Links to folders are followed, each folder once.
         targets: File with paths and targets, for images that the sources contain without a target.
 
     Raises:
-        BatchError: `sources` are not paths, a list cannot be read, or the targets match no image.
+        BatchError: `sources` are not paths, a list cannot be read, no files of several inputs have equal names, or the
+            targets match no image.
+
+    Warns:
+        SaliencyWarning: Files of an input have no partner, and are left out.
     """
     entries_by_key: dict[tuple[object, ...], ImageEntry] = {}
     others: set[str] = set()  # paths of files that are not images
     expected = "expected paths of images; `attribute` and `compare` take images in memory"
+    if isinstance(sources, Mapping):
+        entries_by_key, sources = {entry.key: entry for entry in _cases(sources, recursive, others)}, ()
     with errors_as(BatchError, f"{type(sources).__name__} is not a path or a list of paths: {expected}"):
         paths = [os.fsdecode(source) for source in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
     for source in paths:
@@ -85,11 +97,68 @@ def _kind(path: str) -> str:
     return "hidden" if name.startswith(".") else Path(name).suffix.lower() or "no suffix"
 
 
-def _images_of_source(source: str, recursive: bool, others: set[str]) -> Iterator[ImageEntry]:
-    """Yield the images of a source, and add the other files of a folder to `others`."""
+def _cases(sources: Mapping[str, Any], recursive: bool, others: set[str]) -> Iterator[ImageEntry]:
+    """Yield the cases of a model with several inputs: files of equal names, but for the suffix, in all folders.
+
+    A source may also be a pattern or a list. A single file, and what is not a file, is an input of all cases.
+    """
+    found, constants = dict[str, dict[object, ImageEntry]](), dict[str, Any]()
+    files: list[ImageEntry] = []
+    for name, source in sources.items():
+        path = os.fsdecode(source) if isinstance(source, str | os.PathLike) else ""
+        constants[name] = _case_file(path) or source
+        is_pattern = glob.has_magic(path) and ("/" in path or path.endswith(ARRAY) or is_image(path))  # not a question
+        if is_pattern or os.path.isdir(path) or path.endswith((*LISTS, "/")):  # noqa: PTH112
+            entries = [entry for entry in _images_of_source(path, recursive, others, ARRAY) if entry.problem != _OWN]
+            if not entries or entries[0].problem:
+                problem = entries[0].problem if entries else "there are no images"
+                raise BatchError(f"{name}: {sentence(path, None, problem)}")
+            found[name] = {(entry.folder, os.path.splitext(entry.label)[0]): entry for entry in entries}  # noqa: PTH122
+            files += entries
+    if not found:
+        if (case := _case(constants)) is None:
+            raise BatchError(f"no image among the inputs {', '.join(sources)}; expected files or folders")
+        yield case
+        return
+    first, *rest = found.values()
+    stems = [stem for stem in first if all(stem in entries for entries in rest)]
+    paired = {entries[stem].path for entries in found.values() for stem in stems}
+    alone = [entry.source for entry in files if entry.path not in paired]
+    if not stems:
+        raise BatchError(f"no name is in all of {', '.join(found)}, such as {alone[0]} and {alone[-1]}")
+    if alone:
+        named = ", ".join(alone[:NAMED_ALONE]) + (", ..." if len(alone) > NAMED_ALONE else "")
+        warn(f"left out {plural(len(alone), 'file')} without a file of the same name in each input: {named}")
+    for stem in stems:
+        chosen = {name: entries[stem].path for name, entries in found.items()}
+        yield first[stem]._replace(inputs=constants | chosen)
+
+
+def require_images(entries: Iterable[ImageEntry]) -> None:
+    """Raise BatchError for a case of several inputs."""
+    if case := next((entry for entry in entries if entry.inputs), None):
+        refused = "metrics, trust cards, saved maps, contact sheets and detections"
+        raise BatchError(f"{refused} are for models of one image, and {case.source} is a case of several")
+
+
+def _case(inputs: Mapping[str, Any], folder: str = "") -> ImageEntry | None:
+    """Return a case of files, relative to a folder, and of other arguments; None if there is no file."""
+    files = {name: file for name, value in inputs.items() if (file := _case_file(value, folder))}
+    return _entry(next(iter(files.values())))._replace(inputs={**inputs, **files}) if files else None
+
+
+def _case_file(value: object, folder: str = "") -> str:
+    """Return the absolute path of an input that is a file, relative to a folder; empty for another argument."""
+    path = os.path.join(folder, value) if isinstance(value, str) and value else ""  # noqa: PTH118
+    is_file = is_image(path) or path.endswith(ARRAY) or os.path.isfile(path)  # noqa: PTH113
+    return os.path.abspath(path) if is_file else ""  # noqa: PTH100
+
+
+def _images_of_source(source: str, recursive: bool, others: set[str], more: str = "") -> Iterator[ImageEntry]:
+    """Yield the images of a source, and files of a folder with the suffix `more`; add its other files to `others`."""
     suffix = Path(source).suffix.lower()
     if os.path.isdir(source):  # noqa: PTH112 - unlike Path, never raises
-        yield from _images_of_folder(source, recursive, others)
+        yield from _images_of_folder(source, recursive, others, more)
     elif is_remote(source):
         yield from _images_of_address(source, recursive, others)
     elif is_output(source):
@@ -106,7 +175,7 @@ def _images_of_source(source: str, recursive: bool, others: set[str]) -> Iterato
         if not matches:
             yield _entry(source, problem="no file matches this pattern")
         for match in matches:
-            yield from _images_of_source(match, recursive, others)
+            yield from _images_of_source(match, recursive, others, more)
     else:
         yield _entry(source, problem=_OWN if is_drawing(source) else "")
 
@@ -143,7 +212,7 @@ def _images_of_address(source: str, recursive: bool, others: set[str]) -> Iterat
     yield from entries or [_entry(source, problem="there are no images at this address")]
 
 
-def _images_of_folder(root: str, recursive: bool, others: set[str]) -> Iterator[ImageEntry]:
+def _images_of_folder(root: str, recursive: bool, others: set[str], more: str) -> Iterator[ImageEntry]:
     """Yield the images of a folder. Iterative, since a tree may be deeper than the recursion limit of Python."""
     seen: set[tuple[int, int]] = set()
     waiting: list[tuple[str, tuple[str, ...]]] = [(root, ())]
@@ -164,7 +233,7 @@ def _images_of_folder(root: str, recursive: bool, others: set[str]) -> Iterator[
         prefix, whole = (os.path.join(root, "") for root in (folder, os.path.abspath(folder)))  # noqa: PTH100, PTH118
         for name in names:
             path, is_hidden = prefix + name, name.startswith(".")
-            if is_image(name) and not is_hidden:
+            if (is_image(name) or (more and name.endswith(more))) and not is_hidden:
                 is_empty = False
                 problem = _OWN if is_own or is_drawing(path) else ""
                 if is_volume(name, (".dcm",)):
@@ -232,7 +301,8 @@ def read_list(file: str) -> Iterator[ImageEntry]:
 
     CSV and TSV have a header with the columns path and target in any order, or no header and path before target. CSV is
     separated by commas or semicolons; lines that start with # are comments. JSON lines are objects with "path" and
-    "target", or paths alone. Plain text (.txt) has one path per line.
+    "target", or paths alone. Plain text (.txt) has one path per line. Without the column path, each column but target
+    is an input of a model with several: a file, or another argument.
 
     Args:
         file: The list.
@@ -244,11 +314,13 @@ def read_list(file: str) -> Iterator[ImageEntry]:
         # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
         with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
             for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
-                path = _first(fields, _PATHS)
+                path, folder = _first(fields, _PATHS), os.path.dirname(file)  # noqa: PTH120
+                target = _target_in(folder, _first(fields, _TARGETS))
                 if isinstance(path, str) and path:
-                    folder = "" if is_remote(path) else os.path.dirname(file)  # noqa: PTH120
-                    whole = os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
-                    yield _entry(whole)._replace(source=path, target=target_of_row(_first(fields, _TARGETS)))
+                    whole = path if is_remote(path) else os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
+                    yield _entry(whole)._replace(source=path, target=target)
+                elif case := _case({name: value for name, value in fields.items() if name not in _TARGETS}, folder):
+                    yield case._replace(target=target)
                 else:
                     label = f"line {number}"
                     yield _entry(file, (), "the line has no path")._replace(source=f"{file}:{number}", label=label)
@@ -260,6 +332,14 @@ def read_list(file: str) -> Iterator[ImageEntry]:
 def target_of_row(text: object) -> int | str | None:
     """Parse the target of a row: an index, or a text without spaces around it; None for an empty text."""
     return text if isinstance(text, int) else str(text or "").strip() or None
+
+
+def _target_in(folder: str, text: object) -> int | str | None:
+    """Parse the target of a row of a list. The mask of a region may be a file in the folder of the list."""
+    target = target_of_row(text)
+    region, _, mask = str(target).rpartition(":")
+    path = os.path.join(os.path.abspath(folder), mask)  # noqa: PTH100, PTH118
+    return f"{region}:{path}" if region.startswith("region:") and os.path.isfile(path) else target  # noqa: PTH113
 
 
 def _require_images(file: str, entries: list[ImageEntry]) -> list[ImageEntry]:
@@ -283,8 +363,8 @@ def _numbered_fields(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[
             if not any(row) or row[0].startswith("#"):
                 continue
             if not names:
-                names = [cell.strip().casefold() for cell in row]
-                if not set(names).isdisjoint(_PATHS):
+                names = _header(row)
+                if names:
                     continue
                 names = ["path", "target"]
             yield reader.line_num, dict(zip(names, row, strict=False))
@@ -292,6 +372,17 @@ def _numbered_fields(lines: TextIO, suffix: str) -> Iterator[tuple[int, Mapping[
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield number, {"path": line.strip("\r\n")} if suffix == ".txt" else _fields(line)
+
+
+def _header(row: Sequence[str]) -> list[str]:
+    """Return the columns that the first row of a list names: the path, or several inputs; else an empty list."""
+    cells = [cell.strip() for cell in row]
+    names = [cell.casefold() for cell in cells]
+    if not set(names).isdisjoint(_PATHS):
+        return names
+    inputs = [cell for cell, name in zip(cells, names, strict=True) if name not in _TARGETS]
+    is_header = len(inputs) > 1 and all(NAMED.fullmatch(cell) and not _case_file(cell) for cell in cells)
+    return [cell if cell in inputs else name for cell, name in zip(cells, names, strict=True)] if is_header else []
 
 
 def _fields(text: str) -> Mapping[str, object]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .network import Network
 
 LOCK = ".lock"
-FORMAT = "saliency batch 4"
+FORMAT = "saliency batch 5"
 ABOUT = "manifest.json"
 LISTING = "listing.jsonl"
 PAGE = "index.html"

@@ -199,6 +199,7 @@ examples:
   saliency batch photos/ --trust --seconds 5   (can each map be trusted?)
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
+  saliency batch rgb=photos/ depth=depths/ --model mine.py:fusion --out maps
   saliency batch photos/ --model open_clip/ViT-B-32 -t text:cat text:dog
   saliency batch photos/ --model mine.py:detector --detections all --out boxes
   find . -name '*.jpg' | saliency batch - --out maps

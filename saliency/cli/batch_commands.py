@@ -18,6 +18,7 @@ from rich.text import Text
 from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
 from ..batch.manifest import MANIFEST, write_csv
+from ..batch.sources import NAMED
 from ..errors import MethodError, plural, visible
 from .arguments import ALL, METHOD, arguments_of
 from .console import Screen, UsageError, one_line
@@ -36,8 +37,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def run_arguments(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the parsed arguments of `batch` or `evaluate`, without the values of --set."""
+    words = list(read_sources(arguments.sources))
     return arguments_of(function, arguments) | {
-        "sources": list(read_sources(arguments.sources)),
+        "sources": named_inputs(words) or words,
         "methods": select_methods(arguments.methods or [METHOD]),
         "target": choose_target(arguments),
     }
@@ -135,6 +137,17 @@ def read_sources(words: list[str]) -> Iterator[str]:
             continue
         data = sys.stdin.buffer.read()
         yield from map(os.fsdecode, filter(None, data.split(b"\0") if b"\0" in data else data.splitlines()))
+
+
+def named_inputs(words: Sequence[str]) -> dict[str, str]:
+    """Return the inputs of a model with several, of words such as rgb=a.png; none if a word is an image by itself."""
+    named: dict[str, str] = {}
+    for word in words:
+        name, mark, value = word.partition("=")
+        if not mark or not NAMED.fullmatch(name) or os.path.exists(word):  # noqa: PTH110
+            return {}
+        named[name] = value
+    return named
 
 
 def select_methods(names: Sequence[str]) -> list[str]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.text import Text
 
@@ -33,17 +31,15 @@ from ..batch.network import LoadedImage, Network, create_methods, find_devices, 
 from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
 from ..batch.plan import BatchSlot
 from ..batch.run import execute
-from ..batch.sources import Found, find_images
+from ..batch.sources import Found, find_images, require_images
 from ..batch.store import Store, file_names
 from ..errors import SaliencyError, plural, visible
 from ..evaluation.metrics.base import get_metric
-from ..io.atomic_write import atomic_write, inside
+from ..io.atomic_write import inside
 from ..methods import METHODS
 from ..model.call import name_subject
 from ..render.blending import shrink
-from ..render.figure import PRINT_DPI, as_png
-from ..render.overlay import overlay, save_drawing
-from ..render.results import figure
+from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..tables import Table
 from .arguments import ALL, METHOD, MODEL, arguments_of
@@ -51,6 +47,7 @@ from .batch_commands import (
     choose_target,
     choose_targets,
     expected_errors,
+    named_inputs,
     run_arguments,
     select_methods,
     split_settings,
@@ -101,10 +98,9 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
     targets = choose_targets(arguments)
     texts = {word: target for word, target in targets.items() if word.startswith("text:")}
     arguments.target = next(iter(targets.values()), None)
-    if inputs := named_inputs([*arguments.images, *more_images]):
-        return _explain_inputs(arguments, methods, inputs, screen)
     with tempfile.TemporaryDirectory() as scratch:
         found = _find_images(arguments, more_images, texts, Path(scratch))
+        require_images(found.entries if arguments.trust or arguments.save or arguments.sheet else ())
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, found.entries, screen)
             screen.say_left_out(found.left_out, found.others)
@@ -126,59 +122,9 @@ def _find_images(arguments: argparse.Namespace, more: Sequence[str], texts: Mapp
     if "-" in names:
         (scratch / "stdin").write_bytes(sys.stdin.buffer.read())
     files = [str(scratch / "stdin") if name == "-" else name for name in names]
-    found = find_images(files, recursive=arguments.recursive)
+    found = find_images(named_inputs(files) or files, recursive=arguments.recursive)
     entries = [entry._replace(source=entry.source.removeprefix(f"{scratch}/")) for entry in found.entries]
     return found._replace(entries=with_names([row for entry in entries for row in _once_per_text(entry, texts)]))
-
-
-def named_inputs(words: Sequence[str]) -> dict[str, Any]:
-    """Return the inputs of a model with several, of words such as rgb=a.png; none if a word is an image by itself.
-
-    A file .npy is a float array, as the model takes it; a word that is no file is passed to the model as text.
-    """
-    named: dict[str, Any] = {}
-    for word in words:
-        name, mark, value = word.partition("=")
-        if not mark or not re.fullmatch(r"[A-Za-z_][\w.]*", name) or os.path.exists(word):  # noqa: PTH110
-            return {}
-        named[name] = np.load(value) if value.endswith(".npy") else value
-    return named
-
-
-def _explain_inputs(
-    arguments: argparse.Namespace, methods: Sequence[str], inputs: Mapping[str, Any], screen: Screen
-) -> int:
-    """Explain one case of a model with several inputs: a figure and the shares of each method, and the overlays."""
-    if arguments.sheet or arguments.trust or arguments.out == Path("-"):
-        raise UsageError("--sheet, --trust and -o - are for models of one image; the inputs of a case are one figure")
-    settings, style = split_style(arguments, methods)
-    options = NetworkOptions.of({**vars(arguments), "methods": methods, "options": settings})
-    drawn: dict[str, Any] = {name: value for name, value in asdict(style).items() if name != "format"}
-    require_writable(arguments.out)
-    failures, written = 0, 0
-    for method in create_methods(options, move_model(load_model(options), one_device(options))):
-        try:
-            with screen.waiting(f"explaining by {method.name}"):
-                result = method.attribute(inputs, arguments.target)
-        except SaliencyError as error:
-            failure = Failure.of(error, method.name)
-            failures += failure.kind not in expected_errors(arguments)
-            screen.error(sentence(", ".join(inputs), method.name, failure.reason))
-            continue
-        written += 1
-        shares = ", ".join(f"{name} {round(100 * share)} %" for name, share in result.shares.items())
-        screen.say(f"{method.name}: {next(iter(result.values())).target_names[0]}; {shares}")
-        stem = arguments.out / f"inputs.{method.name}.png"
-        with atomic_write(stem) as temporary:
-            temporary.write_bytes(as_png(figure(result), PRINT_DPI))
-        for name, explanation in result.items():
-            if explanation.frames[0] is not None:
-                save_drawing(overlay(explanation, **drawn), arguments.out / f"{name}.{method.name}.png")
-        if arguments.save:
-            result.save(stem.with_suffix(".safetensors"))
-    if written:
-        screen.say(f"written to {visible(arguments.out)}{os.sep}")
-    return int(failures > 0 or not written)
 
 
 def _once_per_text(entry: ImageEntry, texts: Mapping[str, Any]) -> list[ImageEntry]:
@@ -297,6 +243,9 @@ def _print_results(rows: Sequence[Row], expected: set[str], out: Path, screen: S
         screen.table(["image", "class", "prob.", "method", "file"], cells)
     _print_totals([row for row in rows if row["overlay"]], len(failed), out, screen)
     for row in rows:
+        if row["shares"]:
+            shares = ", ".join(f"{name} {round(100 * share)} %" for name, share in row["shares"].items())
+            screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {shares}")
         if row["trust"]:
             screen.say(f"{visible(Path(row['source']).name)} by {row['method']}: {row['trust']['summary']}")
     return len(failed)
@@ -335,6 +284,7 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     if len(entries) != 1 or len(methods) != 1:
         counts = f"got {plural(len(entries), 'image')} and {plural(len(methods), 'method')}"
         raise UsageError(f"a trust card is of one image and one method, {counts}; saliency explain --trust writes many")
+    require_images(entries)
     values = {**vars(arguments), "methods": methods, "target": choose_target(arguments)}
     options, seconds, (entry,) = NetworkOptions.of(values), OutputOptions.of(values).seconds, entries
     files = [file for file in arguments.files if file.name != "-"]

@@ -29,6 +29,7 @@ from PIL import Image
 from .._version import __version__
 from ..attribution.base import METHODS, Attribution, get_method, summary
 from ..attribution.explanation import Explanation
+from ..attribution.options import is_per_input
 from ..attribution.passes import MultiPassAttribution, Partial, TimedAttribution, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import Failure, printable
@@ -56,6 +57,7 @@ from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_ima
 from ..io.preprocess import Preprocess, drawable
 from ..model.call import prepared_for_attribution, run_model, unwrap
 from ..model.dual_encoder import DualEncoder
+from ..model.inputs import requires_several
 from ..model.layers import scan_layers
 from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png
@@ -177,6 +179,9 @@ class Session:
         self.model = move_model(load_model(options), device)
         require_options(options.options, METHODS.values())
         self._default = create_method(get_method(options.methods[0]), options, self.model)
+        if requires_several(self.model) or is_per_input(self._default.preprocess):
+            page = "saliency batch rgb=photos/ depth=depths/ writes a page for a model with several inputs"
+            raise ModelError(f"the explorer shows models of one image; {page}")
         self._held: dict[str, HeldImage] = {}
         noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
         batch = self._default.read(noise)

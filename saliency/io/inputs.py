@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, Any, Self, TypeGuard
 
 import numpy as np
 import torch
@@ -234,6 +234,10 @@ class Batch:
     inputs: Tensor  # (N, C, H, W), or (N, C, D, H, W) for volumes and videos; normalised
     frames: tuple[Frame | None, ...]  # None for an image that was given as a float tensor
     arguments: Arguments | None = field(default=None, kw_only=True)
+
+    def of(self, model: Any) -> Self:
+        """Return the batch for a model."""
+        return self
 
 
 def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: Tensor | None = None) -> Batch:

@@ -149,10 +149,10 @@ def _baseline(resolved: ResolvedBaseline, x: Tensor, preprocess: Prepare, seed: 
     return prepared[:, height // 2, width // 2].to(x).view(1, -1, *[1] * (x.dim() - 2)).expand_as(x).clone()
 
 
-FillLike = float | str | Sequence[float] | Tensor | GivenImages
+FillLike = float | str | Sequence[float] | Tensor | GivenImages | Mapping[Any, Any]
 """The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean colour of
-its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or an image (C, H, W) as
-the model takes it."""
+its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), an image (C, H, W) as the
+model takes it, or a mapping by input."""
 
 Fill = float | str | tuple[float, ...] | GivenImages
 
@@ -215,7 +215,7 @@ class Filler:
         self._inpaints = fill == "inpaint"
         if self._inpaints:
             require_two_axes(x, 'fill="inpaint"')
-        self.background = by_input(x, lambda name, image: _background(image, fill))
+        self.background = by_input(x, lambda name, image: _background(image, of_input(fill, name, 0.0)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the images (k, C, H, W) in which the pixels of a boolean mask (k, 1, H, W) are replaced."""

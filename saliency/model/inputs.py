@@ -55,13 +55,21 @@ class InputBatch(Batch):
 
     Attributes:
         names: The inputs that `inputs` holds: one; or several, as channels of one image or as rows of numbers.
-        shapes: The shape of one row of each.
-        geometries: The position of the first photo of each case, or of its first image, to which targets refer.
+        source: All inputs of the call. The others stay while the model runs variants of these.
     """
 
     names: tuple[Key, ...] = field(kw_only=True)
-    shapes: tuple[torch.Size, ...] = field(kw_only=True)
-    geometries: tuple[Geometry, ...] = field(kw_only=True)
+    source: ModelInputs = field(kw_only=True, repr=False)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """The shape of one row of each input."""
+        return [self.source.values[name].shape[1:] for name in self.names]
+
+    @property
+    def others(self) -> list[InputBatch]:
+        """Each of the other images."""
+        return [self.source.batch(name) for name in self.source.frames.keys() - {*self.names}]
 
     @property
     def is_rows(self) -> bool:
@@ -119,6 +127,7 @@ class ModelInputs:
         values: The inputs as the model takes them.
         frames: The images among them, with the position of each on its original image.
         joined: The floating-point tensors among them, which gradients reach.
+        geometries: The position of the first photo of each case, or of its first image, to which targets refer.
     """
 
     def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
@@ -128,11 +137,12 @@ class ModelInputs:
         self.values: dict[Key, Any] = {}
         self.frames: dict[Key, tuple[Frame | None, ...]] = {}
         like = reference_tensor(model)
-        rows = {len(entry) for entry in entries.values() if isinstance(entry, Tensor) and entry.ndim == 4}
+        rows = {len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) == 4}
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
-                    batch = read(entry, prepare(name), like=like)
+                    one = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
+                    batch = read(one, prepare(name), like=like)
                 except (ImageError, NonFiniteError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
@@ -157,7 +167,7 @@ class ModelInputs:
             self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
         first = next((name for name, frames in self.frames.items() if frames[0] is not None), next(iter(self.frames)))
         size = tuple(self.values[first].shape[2:])
-        self._geometries = tuple(Geometry.of(frame, size) for frame in self.frames[first])
+        self.geometries = tuple(Geometry.of(frame, size) for frame in self.frames[first])
 
     def named(self, arguments: Any) -> Any:
         """Return further arguments of the model by name, if they are given in order: those that no input fills."""
@@ -187,14 +197,13 @@ class ModelInputs:
             others = {name: self._rows(value, rows) for name, value in self.values.items()}
             return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
 
-        shapes = tuple(value.shape[1:] for value in values)
-        batch = InputBatch(x, frames, arguments=arguments, names=names, shapes=shapes, geometries=self._geometries)
+        batch = InputBatch(x, frames, arguments=arguments, names=names, source=self)
         return batch
 
     def _rows(self, value: Any, rows: Sequence[int]) -> Any:
         """Return the rows of an input for variants of images; other arguments unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) in (1, self.count):
-            return value[rows] if len(value) == self.count else value.expand(len(rows), *value.shape[1:])
+            return value.expand(len(rows), *value.shape[1:]) if len(value) == 1 else value[rows]
         is_list = isinstance(value, list) and len(value) == self.count > 1
         return [value[row] for row in rows] if is_list else value
 
@@ -214,6 +223,11 @@ def has_several_inputs(model: nn.Module, given: Any, arguments: Any = ()) -> boo
         others = [name for name in required if name in arguments] if isinstance(arguments, Mapping) else arguments
         return len(required) > 1 and len(required) <= len(given) + len(others) <= len(_parameters(model))
     return isinstance(given, Views)
+
+
+def requires_several(model: nn.Module) -> bool:
+    """Return whether a model requires more arguments than one image."""
+    return [*_parameters(model).values()].count(True) > 1
 
 
 def require_volumes(model: nn.Module, x: Tensor) -> None:
@@ -252,7 +266,8 @@ def _entries(model: nn.Module, given: SeveralInputs) -> _Entries:
     if is_named and (not parameters or parameters.keys() >= given.keys() or _takes_any_name(model)):
         return given, lambda values: values, given.keys()
     if [*parameters.values()].count(True) == 1:
-        return given, lambda values: {0: values}, first
+        is_tuple = [*given] == [*range(len(given))]
+        return given, lambda values: {0: tuple(values.values()) if is_tuple else values}, first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'
@@ -274,14 +289,16 @@ def _is_image(entry: Any, rows: Collection[int] = ()) -> bool:
 
     Args:
         entry: The input.
-        rows: The numbers of rows of other inputs (N, C, H, W). A float tensor of three axes with as many is a sequence.
+        rows: The numbers of rows of other inputs. A float tensor of two or three axes with as many rows is a state, or
+            a sequence, and so is one that is too small for an image.
     """
     if isinstance(entry, list):
         return bool(entry) and all(map(_is_image, entry))
     if isinstance(entry, Tensor) and entry.is_floating_point():
-        return entry.ndim in (4, 5) or (entry.ndim == 3 and len(entry) in (1, 3, 4) and len(entry) not in rows)
+        is_large = entry.ndim > 1 and (min(entry.shape[-2:]) > 4 or (entry.ndim == 3 and len(entry) in (1, 3, 4)))
+        return entry.ndim in (4, 5) or (is_large and entry.ndim < 4 and len(entry) not in rows)
     if isinstance(entry, Tensor | np.ndarray):
         has_channels = entry.ndim > 2 and ({entry.shape[-1], entry.shape[-3]} & {1, 3, 4})
         return entry.dtype in (torch.uint8, np.uint8, np.uint16) and (entry.ndim == 2 or bool(has_channels))
     is_path = isinstance(entry, str) and (is_image(entry) or os.path.isfile(entry))  # noqa: PTH113 - never raises
-    return is_path or isinstance(entry, os.PathLike | bytes | Image.Image)
+    return is_path or isinstance(entry, os.PathLike | bytes | Image.Image) or hasattr(entry, "read")

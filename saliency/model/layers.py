@@ -483,7 +483,9 @@ def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
         read = {layer: (layer.name, trace.calls.get(layer.name, -1), layer.layout.rows) for layer in candidates}
         candidates = tuple(layer for layer in candidates if read[layer] not in taken)
         if trace.candidates and not candidates:
-            warn("the images are joined before the first layer with a spatial output, so its map is of all images")
+            warn(
+                "the images are joined before the first layer with a spatial output: all have its map, and equal shares"
+            )
     candidates = candidates or trace.candidates
 
     def top_score(output: Any) -> Tensor:

@@ -119,7 +119,7 @@ def draw_maps(
     heads = chain[list[str]]()
     if isinstance(explanations, InputExplanations):
         heads, shared = chain.from_iterable(_heads(explanations)), True
-        explanations = [[explanation] for explanation in _pictured(explanations)]
+        explanations = [[explanation] for explanation in pictured(explanations)]
     elif isinstance(explanations, Mapping):
         columns_by_title = [(str(name), several(column, "figure")) for name, column in explanations.items()]
         explanations = [replace(each, title=name) for name, column in columns_by_title for each in column]
@@ -214,7 +214,7 @@ def _heads(result: InputExplanations) -> Iterator[list[list[str]]]:
         yield [[f"{label}: {round(100 * part)} %"] for part in parts] or [[label]] * len(explanation)
 
 
-def _pictured(result: InputExplanations) -> Iterator[Explanation]:
+def pictured(result: InputExplanations) -> Iterator[Explanation]:
     """Yield the explanations, with a picture of the input where it was given as a tensor: its range in grey or RGB."""
     for name, explanation in result.items():
         x = result.inputs[name[0] if isinstance(name, tuple) else name]

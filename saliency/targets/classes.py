@@ -262,7 +262,7 @@ class FunctionTarget(Target):
 
 @dataclass(frozen=True, slots=True)
 class TargetList(Target):
-    """One target per image, none of which is a plain class."""
+    """One target per image."""
 
     targets: tuple[Target, ...]
 
@@ -392,8 +392,6 @@ def as_target(target: TargetLike, images: int = 1) -> Target:
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
     if isinstance(target, list | tuple) and any(map(_is_question, target)):
-        if not all(map(_is_question, target)):
-            raise TargetError("got a list of classes and functions; write each class as saliency.value(index)")
         return TargetList(tuple(map(as_target, per_image(target, images))))
     return ClassTarget(target)
 

@@ -51,6 +51,37 @@ def test_maps_equal_the_tuples_of_captum(name: str) -> None:
                 torch.testing.assert_close(own.values, theirs.detach(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("name", TWO_STREAMS)
+def test_occlusion_equals_the_tuples_of_captum(name: str) -> None:
+    model, inputs = case(name)
+    windows = tuple((x.shape[1], 4, 4) for x in inputs.values())
+    strides = tuple((x.shape[1], 2, 2) for x in inputs.values())
+    shapes: dict[str, Any] = {"sliding_window_shapes": windows, "strides": strides}
+    expected = captum.Occlusion(model).attribute(tuple(inputs.values()), target=1, **shapes)
+    result = saliency.Occlusion(model, window=4, stride=2).attribute(inputs, 1)
+    for own, theirs in zip(result.values(), expected, strict=True):
+        torch.testing.assert_close(own.values, theirs[:, :1].double(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*joined before the first layer")
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("late", ("rgb_stream", "depth_stream")),
+        ("middle", ("rgb_stream", "depth_stream")),
+        ("attention", ("rgb_stream", "depth_stream")),
+        ("early", ("fused", "fused")),
+    ],
+)
+def test_grad_cam_equals_that_of_captum_at_the_layer_of_each_image(name: str, layers: tuple[str, str]) -> None:
+    model, inputs = case(name)
+    result = saliency.GradCAM(model).attribute(inputs, 1)
+    for own, layer in zip(result.values(), layers, strict=True):
+        assert own.layer == layer
+        theirs = captum.LayerGradCam(model, model.get_submodule(layer)).attribute(tuple(inputs.values()), target=1)
+        torch.testing.assert_close(own.values, theirs.detach(), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(("name", "layers"), [("late", ("rgb_stream", "depth_stream")), ("shared", ("encoder",) * 2)])
 @pytest.mark.parametrize("which", ["last", "sum"])
 def test_a_map_at_a_layer_is_of_the_call_that_reads_its_image(name: str, layers: tuple[str, str], which: Any) -> None:
@@ -333,19 +364,59 @@ def test_no_method_reads_a_layer_of_another_image(case_name: str, name: str) -> 
     for key, own in result.items():
         others = {other: inputs[other] + 1 for other in IMAGES[case_name] if other != key}
         for layer in str(own.layer).split(", "):
-            before, after, moved = (
-                outputs(model, layer, {**inputs, **changed}) for changed in ({}, others, {key: inputs[key] + 1})
-            )
-            calls = zip(before, after, moved, strict=True)
-            assert any(torch.equal(first, second) and not torch.equal(first, third) for first, second, third in calls)
+            assert reads_only(model, layer, inputs, key, others)
 
 
-def outputs(model: nn.Module, layer: str, inputs: dict[str, Any]) -> list[Tensor]:
-    """The outputs of all calls of a layer."""
+def reads_only(model: nn.Module, layer: str, inputs: dict[Any, Any], key: Any, others: dict[Any, Any]) -> bool:
+    """Whether a row of a layer's output, in one of its calls, changes with an image and not with the others."""
+    before, after, moved = (
+        outputs(model, layer, {**inputs, **changed}) for changed in ({}, others, {key: inputs[key] + 1})
+    )
+    rows = zip(before, after, moved, strict=True)
+    return any(torch.equal(first, second) and not torch.equal(first, third) for first, second, third in rows)
+
+
+def outputs(model: nn.Module, layer: str, inputs: dict[Any, Any]) -> list[Tensor]:
+    """The rows of the outputs of all calls of a layer."""
     calls: list[Any] = []
     with model.get_submodule(layer).register_forward_hook(partial(keep, calls)), torch.no_grad():
-        _ = model(inputs) if "observation.state" in inputs else model(**inputs)
-    return [output[0] if isinstance(output, tuple) else output for output in calls]
+        if 0 in inputs:
+            model(torch.stack([*inputs.values()], 1))
+        else:
+            _ = model(inputs) if "observation.state" in inputs else model(**inputs)
+    return [row for output in calls for row in (output[0] if isinstance(output, tuple) else output)]
+
+
+CAMS = (
+    *("grad_cam", "grad_cam_plus_plus", "layer_cam", "hires_cam", "xgrad_cam"),
+    *("eigen_cam", "eigen_grad_cam", "score_cam", "shapley_cam", "refine_cam"),
+)
+
+
+def networks() -> dict[str, tuple[nn.Module, dict[Any, Any]]]:
+    """Eleven networks: late and middle fusion, cross attention, one encoder for all images, a state, and views."""
+    torch.manual_seed(0)
+    found: dict[str, tuple[nn.Module, dict[Any, Any]]] = {name: case(name) for name in CASES if name != "early"}
+    views = dict(enumerate(torch.randn(3, 1, 3, 12, 16, dtype=torch.float64)))
+    cameras = {name: torch.randn(1, 3, 8, 12, dtype=torch.float64) for name in ("top", "wrist")}
+    for flag in (False, True):
+        found[f"views {flag}"] = MultiView(is_transposed=flag).double().eval(), views
+        found[f"stacked {flag}"] = Stacked(is_shared=flag).double().eval(), cameras
+    return found
+
+
+@pytest.mark.slow
+def test_cams_read_layers_of_their_image_in_all_of_200_cases_over_11_networks() -> None:
+    cases = wrong = 0
+    for model, inputs in networks().values():
+        given: Any = Views([*inputs.values()]) if 0 in inputs else inputs
+        for name in CAMS:
+            target = saliency.value(0, 1) if "observation.state" in inputs else 1
+            for key, own in any_method(name, model).attribute(given, target).items():
+                others = {other: x + 1 for other, x in inputs.items() if other != key and isinstance(x, Tensor)}
+                cases += 1
+                wrong += not all(reads_only(model, at, inputs, key, others) for at in str(own.layer).split(", "))
+    assert (cases >= 200, wrong) == (True, 0)
 
 
 def test_each_explanation_is_saved_and_what_takes_one_image_says_so(tmp_path: Path) -> None:
@@ -480,3 +551,75 @@ def test_a_traced_model_takes_a_tuple_of_images_as_a_batch() -> None:
     trace: Any = torch.jit.trace
     model = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()), torch.randn(1, 3, 8, 8))
     assert len(saliency.VanillaGradient(model).attribute((torch.randn(3, 8, 8), torch.randn(3, 8, 8)), 1)) == 2
+
+
+def test_images_of_any_kind_are_recognised(tmp_path: Path) -> None:
+    model, inputs = case("middle")
+    depth = inputs["depth"][:1].float()
+    photo = np.random.default_rng(0).integers(0, 255, (16, 20, 3), np.uint8)
+    Image.fromarray(photo).save(tmp_path / "a.png")
+    method = saliency.InputXGradient(model, preprocess={"rgb": saliency.Preprocess(size=(16, 20))})
+    expected = method.attribute({"rgb": photo, "depth": depth}, 1)
+    with (tmp_path / "a.png").open("rb") as file:
+        for rgb in (file, tmp_path / "a.png", (tmp_path / "a.png").read_bytes()):
+            for given in (depth, depth[0], depth[0, 0], depth[0, 0].numpy()):
+                result = method.attribute({"rgb": rgb, "depth": given}, 1)
+                assert list(result) == ["rgb", "depth"]
+                for own, other in zip(result.values(), expected.values(), strict=True):
+                    assert torch.equal(own.values, other.values)
+
+
+def test_flows_are_images_and_states_and_matrices_are_not() -> None:
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rgb, self.flow, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(2, 4, 3), nn.Linear(4, 5)
+
+        def forward(self, rgb: Tensor, flow: Tensor, camera: Tensor, state: Tensor) -> Tensor:
+            assert camera.shape == (3, 3)
+            pooled = self.rgb(rgb).mean((2, 3)) * self.flow(flow).mean((2, 3))
+            out: Tensor = self.head(pooled * camera.mean()) + state.mean(1, keepdim=True)
+            return out
+
+    inputs = {"rgb": torch.randn(3, 16, 20), "flow": torch.randn(2, 16, 20), "camera": torch.randn(3, 3)}
+    result = saliency.VanillaGradient(Moving()).attribute({**inputs, "state": torch.randn(9)[None]}, 1)
+    assert list(result) == ["rgb", "flow"]
+    photos = [np.zeros((16, 20, 3), np.uint8)] * 6
+    batch = {"rgb": photos, "flow": torch.randn(6, 2, 16, 20), "camera": torch.randn(3, 3), "state": torch.randn(6, 9)}
+    prepare: Any = {"rgb": saliency.Preprocess(size=(16, 20))}
+    assert list(saliency.VanillaGradient(Moving(), preprocess=prepare).attribute(batch, 1)) == ["rgb", "flow"]
+
+
+def test_a_model_that_takes_one_tuple_gets_a_mapping_of_numbers() -> None:
+    model, inputs = case("late")
+
+    class Unpacking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+            rgb, depth = inputs
+            out: Tensor = self.model(rgb, depth)
+            return out
+
+    result = saliency.GradCAM(Unpacking()).attribute(dict(enumerate(inputs.values())), 1)
+    expected = saliency.GradCAM(model).attribute(inputs, 1)
+    for own, other in zip(result.values(), expected.values(), strict=True):
+        assert torch.equal(own.values, other.values)
+
+
+@pytest.mark.parametrize("name", ["occlusion", "rise", "feature_ablation"])
+def test_the_fill_may_be_given_by_input(name: str) -> None:
+    model, inputs = case("late")
+    cls, options = saliency.METHODS[name], saliency.METHODS[name].preview_options
+    result = cls(model, fill={"depth": 0.7}, **options).attribute(inputs, 1)
+    for key, fill in (("rgb", vars(cls(model, **options))["fill"]), ("depth", 0.7)):
+        expected = cls(model, fill=fill, **options).attribute(inputs, 1, explain=[key])
+        assert torch.equal(result[key].values, expected[key].values)
+    whole = saliency.FeatureAblation(model, segments="inputs", fill={"rgb": "mean", "depth": 0.7}).attribute(inputs, 1)
+    for key, fill in (("rgb", "mean"), ("depth", 0.7)):
+        alone = saliency.FeatureAblation(model, segments="inputs", fill=fill).attribute(inputs, 1)
+        torch.testing.assert_close(whole.sums[key], alone.sums[key])
+    with pytest.raises(MethodError, match="fill"):
+        saliency.metrics.Deletion(fill={"rgb": 0.0})

@@ -143,7 +143,7 @@ def test_the_folder_has_the_files_that_the_page_shows(source: Path, tmp_path: Pa
         assert pixels(out / row["overlay"]).shape == (30, 40, 3)
         assert pixels(out / row["thumbnail"]).shape == (30, 40, 3)
     about = json.loads((out / "manifest.json").read_text())
-    assert about["format"] == "saliency batch 4"
+    assert about["format"] == "saliency batch 5"
     assert about["counts"] == {"images": 10, "rows": 20, "failed": 0}
     assert about["methods"] == list(BOTH)
     assert (about["batch_sizes"], about["finished"]) == ([[0, 4]], True)
@@ -834,7 +834,7 @@ def test_a_damaged_listing_is_refused(source: Path, tmp_path: Path, line: bytes)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"} == before
 
 
-@pytest.mark.parametrize("content", [b"", b'{"format": "saliency batch 4", "vers', b"\0" * 100])
+@pytest.mark.parametrize("content", [b"", b'{"format": "saliency batch 5", "vers', b"\0" * 100])
 def test_a_damaged_head_is_refused(source: Path, tmp_path: Path, content: bytes) -> None:
     out = tmp_path / "out"
     quick(source, out, limit=2)

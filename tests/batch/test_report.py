@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 EMPTY: Row = make_row()
 ABOUT: Row = {
-    "format": "saliency batch 4",
+    "format": "saliency batch 5",
     "versions": {"saliency": "0.1.0", "torch": "2.15.0", "torchvision": "0.30.0", "python": "3.11"},
     "model": {"name": "efficientnet_lite0", "weights": "default"},
     "command": ["saliency", "batch", "photos", "--out", "out"],

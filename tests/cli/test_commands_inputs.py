@@ -23,31 +23,27 @@ def words(tmp_path: Path) -> list[str]:
     return ["explain", *files, "--model", "shapes_rgbd", "--target", target, "-o", str(tmp_path / "maps")]
 
 
-def test_a_case_has_a_figure_with_shares_and_overlays(
+def test_a_case_has_shares_and_one_overlay(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*words, "-m", "occlusion", "attention_rollout", "--save"]) == 1
+    assert main([*words, "-m", "occlusion", "attention_rollout"]) == 1
     out, err = capsys.readouterr()
     assert "attention_rollout" in err
-    line = next(line for line in out.splitlines() if line.startswith("occlusion: "))
-    shares = {word.split()[0]: int(word.split()[1]) for word in line.split("; ")[1].split(", ")}
-    assert shares["depth"] > shares["rgb"]
-    files = {file.name for file in (tmp_path / "maps").iterdir()}
-    maps = {"inputs.occlusion.rgb.safetensors", "inputs.occlusion.depth.safetensors"}
-    assert files == {"inputs.occlusion.png", "rgb.occlusion.png", *maps}
-    with Image.open(tmp_path / "maps" / "rgb.occlusion.png") as overlay:
-        assert overlay.size == (64, 64)
-    model = saliency.load("shapes_rgbd")
-    loaded = saliency.Explanation.load(tmp_path / "maps" / "inputs.occlusion.depth.safetensors")
+    line = next(line for line in out.splitlines() if "by occlusion: " in line)
+    shares = {word.split()[0]: int(word.split()[1]) for word in line.partition("by occlusion: ")[2].split(", ")}
     inputs = {"rgb": tmp_path / "scene.png", "depth": np.load(tmp_path / "depth.npy")}
-    expected = saliency.Occlusion(model).attribute(inputs, words[6])["depth"]
-    np.testing.assert_array_equal(np.asarray(loaded), np.asarray(expected))
+    expected = saliency.Occlusion(saliency.load("shapes_rgbd")).attribute(inputs, words[6]).shares
+    assert shares == {name: round(100 * float(share)) for name, share in expected.items()}
+    assert [file.name for file in (tmp_path / "maps").iterdir()] == ["scene.occlusion.png"]
+    with Image.open(tmp_path / "maps" / "scene.occlusion.png") as overlay:
+        assert overlay.size[0] == 64 + 2 + 64
 
 
-def test_what_needs_images_one_by_one_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--sheet"]) == 2
-    assert "one figure" in capsys.readouterr().err
+def test_what_is_of_one_image_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--sheet", "--save", "--trust"):
+        assert main([*words, option]) == 2
+        assert "are for models of one image, and" in capsys.readouterr().err
     assert main([*words[:2], *words[3:]]) == 1
     assert "missing 1 required positional argument: 'depth'" in capsys.readouterr().err
     assert main(["explain", "rgb=no.png", *words[2:]]) == 1
-    assert "rgb: 'no.png' cannot be read" in capsys.readouterr().err
+    assert "no.png cannot be read" in capsys.readouterr().err

@@ -415,3 +415,11 @@ def test_a_thumbnail_of_a_large_jpeg_is_decoded_in_a_part_of_its_size(
     thumbnail = Image.open(io.BytesIO(session.thumbnail(0)))
     assert (thumbnail.size, max(decoded)) == ((160, 120), (400, 300))
     assert session.open(0)["width"] == 1600
+
+
+@pytest.mark.parametrize("name", ["shapes_rgbd", "shapes_policy"])
+def test_a_model_of_several_inputs_is_refused_with_the_command_that_has_a_page(name: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"models of one image; saliency batch rgb=photos/ depth=depths/ writes a page"
+    ):
+        Session(NetworkOptions(model=name))

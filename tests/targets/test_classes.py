@@ -860,12 +860,20 @@ def test_a_list_may_mix_the_toolkits_targets_each_of_which_sees_its_image_only()
     assert names.probabilities is not None
 
 
+def test_a_list_mixes_classes_and_other_targets(x: Tensor) -> None:
+    targets: list[Any] = [2, probability(0)]
+    both = VanillaGradient(LinearModel()).attribute(x, targets)
+    for image, target in enumerate(targets):
+        alone = VanillaGradient(LinearModel()).attribute(x[image], target)
+        torch.testing.assert_close(both.values[image], alone.values[0])
+        assert both.target_names[image] == alone.target_names[0]
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
         ([total], "got 1 targets for 2 images"),
         ([total] * 3, "got 3 targets for 2 images"),
-        ([total, 3], "list of classes and functions"),
         ([total, lambda output: output.sum()], r"expected one score per image, a float tensor \(2,\)"),
     ],
 )

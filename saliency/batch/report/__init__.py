@@ -33,8 +33,9 @@ COLOURS = 17  # colours per colour bar; the browser interpolates between them
 # Columns of the manifest that the page shows, per image and per row.
 _ENTRY = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "thumbnail")
 _ROW = (
-    *("target", "target_box", "name", "probability", "score", "layer", "settings", "coverage", "residual", "ledger"),
-    *("sign", "units", "floor", "limit", "colormap", "heat", "overlay", "trust", "card", "error", "error_kind"),
+    *("target", "target_box", "name", "probability", "score", "layer", "settings", "coverage", "residual"),
+    *("ledger", "shares", "sign", "units", "floor", "limit", "colormap"),
+    *("heat", "overlay", "trust", "card", "error", "error_kind"),
 )
 _FILES = ("thumbnail", "heat", "overlay", "card")
 

@@ -86,7 +86,7 @@ function fill(card, at) {
   caption.replaceChildren(
     make("span", { class: "class", dir: "auto" }, headline(row)),
     make("span", { class: "probability" }, sortedMetric() ? shortNumber(metricOf(photo)) : probabilityText(row?.probability)),
-    make("span", { class: "name", dir: "auto" }, photo.file),
+    make("span", { class: "name", dir: "auto" }, [photo.file, sharesText(row)].filter(Boolean).join(": ")),
     make("span", { class: "badge", title: others ? "Another method, or a trust card, failed on this image" : null }, others ? "partly failed" : ""),
   );
 }

@@ -71,6 +71,7 @@ function methodPanel(photo, row) {
         probability: failed ? null : probabilityText(row.probability),
         score: failed ? null : shortNumber(row.score),
         error: row.error_kind ?? row.cardError,
+        shares: sharesText(row),
         layer: row.layer,
         ...settingsOf(row),
         coverage: row.coverage,

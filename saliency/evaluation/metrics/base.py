@@ -24,6 +24,7 @@ from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
 from ...model.answer import Answer
 from ...model.call import arguments_of, bound, prepared_for_attribution, run_model
+from ...model.inputs import InputBatch
 from ...targets.boxes import BoxTarget
 from ...targets.classes import TargetLike, probability
 from ...targets.language import parse_target
@@ -176,7 +177,8 @@ class Subject(SharedResults):
         explanation: The explanation of N images.
         method: The method of the explanation, for metrics that call it.
         model: The model, if there is no method.
-        inputs: The images, for explanations of tensors, which do not keep them; or the answer, for words of an answer.
+        inputs: The images, for explanations of tensors, which do not keep them; or the answer, for words of an answer;
+            or `result.hold(name)`, for an image of a model with several inputs.
         target: The target, if it is not a class.
         masks: (N, H, W) of bool, the pixels of the object, for metrics of localisation.
         reference: Another explanation of the same images, for metrics of agreement.
@@ -195,7 +197,7 @@ class Subject(SharedResults):
         *,
         method: Attribution | None = None,
         model: nn.Module | None = None,
-        inputs: ImagesLike | Answer | None = None,
+        inputs: ImagesLike | Batch | None = None,
         target: TargetLike = None,
         masks: Any = None,
         reference: Explanation | None = None,
@@ -218,6 +220,8 @@ class Subject(SharedResults):
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(ScoreKind))
         self._method, self._model, self._inputs = method, model, inputs
+        if method is not None and isinstance(inputs, InputBatch):
+            self._method = method.of_input(inputs.names[0])
         target = parse_target(target, getattr(method or model, "categories", None))
         self._target: TargetLike = target
         targets = target if isinstance(target, list | tuple) else [target] * len(explanation)
@@ -252,13 +256,15 @@ class Subject(SharedResults):
                 target(self.output)
             return target(run_model(reader.model, images))
 
-    def inputs_for(self, method: Attribution, images: Tensor) -> Tensor | Answer:
-        """Return images (N, C, H, W) as inputs of a method, with the words of an answer if one is explained."""
-        answer = self._inputs
-        return replace(answer, inputs=images, model=method.model) if isinstance(answer, Answer) else images
+    def inputs_for(self, method: Attribution, images: Tensor) -> Tensor | Batch:
+        """Return images (N, C, H, W) as inputs of a method, with the words of an answer, or the inputs that stay."""
+        if not isinstance(self._inputs, Batch):
+            return images
+        others: Any = {"model": method.model} if isinstance(self._inputs, Answer) else {}
+        return replace(self._inputs, inputs=images, **others)
 
     def bound(self, images: Tensor) -> AbstractContextManager[None]:
-        """Bind the words of an answer, if one is explained, in a block that runs the model on images.
+        """Bind the words of an answer, or the inputs that stay, in a block that runs the model on images.
 
         Raises:
             MethodError: The answer is about several images.
@@ -266,7 +272,7 @@ class Subject(SharedResults):
         inputs = self.inputs_for(self.reader, images)
         if isinstance(inputs, Answer) and len(images) > 1:
             raise MethodError("this metric measures answers about one image; deletion and insertion take several")
-        return bound(**arguments_of((), inputs)) if isinstance(inputs, Answer) else nullcontext()
+        return bound(**arguments_of((), inputs)) if isinstance(inputs, Batch) else nullcontext()
 
     @property
     def method(self) -> Attribution:
@@ -330,7 +336,13 @@ class Subject(SharedResults):
     @cached_property
     def output(self) -> Any:
         """The output of the model for the images, as the target reads it."""
-        return self._located[1] if self._is_located else outputs(self.reader, self.images)
+        return self._located[1] if self._is_located else self.output_for(self.images)
+
+    def output_for(self, images: Tensor) -> Any:
+        """Return the output of the model for images (N, C, H, W)."""
+        model = self.reader.model
+        with prepared_for_attribution(model), self.bound(images), torch.no_grad():
+            return run_model(model, images)
 
     def others(self, kind: Literal["class", "box"] = "class") -> list[Sequence[Question]]:
         """Return questions about other classes, or other boxes, of each image; none if the target has no position."""
@@ -370,12 +382,6 @@ class Subject(SharedResults):
             counts = f"{len(self._reference)} images, and the explanation {len(self.explanation)}"
             raise MethodError(f"the reference has {counts}; expected the same images")
         return self._reference
-
-
-def outputs(method: Attribution, images: Tensor) -> Any:
-    """Return the output of a method's model for images (N, C, H, W)."""
-    with prepared_for_attribution(method.model), torch.no_grad():
-        return run_model(method.model, images)
 
 
 def _batch(images: Tensor) -> Batch:

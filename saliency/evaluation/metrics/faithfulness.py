@@ -86,7 +86,7 @@ class PerturbationMetric(Metric):
                         measured.append([image.measured(metric) for metric in sharing])
 
         inputs = subject.inputs_for(reader, images)
-        batch = inputs if isinstance(inputs, Answer) else Batch(images, (None,) * len(images))
+        batch = inputs if isinstance(inputs, Batch) else Batch(images, (None,) * len(images))
         with reader.call(batch, [target]):
             if isinstance(batch, Answer) and len(images) > 1:
                 targets = per_image(target, len(images))

@@ -30,7 +30,7 @@ from ...model.layers import default_layer, find
 from ...targets.classes import TargetLike, class_scores
 from ...targets.question import Images
 from ...validation import check_choice, check_integer, check_number, check_numbers
-from .base import Metric, Outcome, SharedResults, Subject, edges, outputs, stacked
+from .base import Metric, Outcome, SharedResults, Subject, edges, stacked
 from .faithfulness import correlation, ranks_of, row_ranks, scaled_to_one
 from .map_metrics import WINDOW, ssim
 from .road import NOISE, removed
@@ -262,7 +262,7 @@ class RandomLogit(MethodMetric):
         if self.of == "box" or None in classes:
             problem = "has no other box in the image" if self.of == "box" else "is not a class with others to compare"
             raise TargetError(f'the explained target, "{names[[*map(bool, others)].index(False)]}", {problem}')
-        scores = class_scores(subject.once("output", outputs, subject.method, images[:1]))
+        scores = class_scores(subject.once("output", subject.output_for, images[:1]))
         count = Images(categories=subject.method.categories).class_count(scores.shape[1])
         if count < 2:
             raise TargetError("the model returns one number per image, so there are no other classes")
@@ -475,7 +475,7 @@ class RelativeStability(RobustnessMetric):
 
     def _model_change(self, subject: Subject, images: Tensor) -> Tensor:
         """Return the change in the model; NaN if the predicted class changes."""
-        before, after = (class_scores(outputs(subject.method, batch)) for batch in (subject.images, images))
+        before, after = (class_scores(subject.output_for(batch)) for batch in (subject.images, images))
         is_same = before.argmax(1) == after.argmax(1)
         return torch.where(is_same, self.model_change(subject, images, after - before).clamp(min=SMALLEST), torch.nan)
 
@@ -531,7 +531,7 @@ class RelativeRepresentationStability(RelativeStability):
     def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
         """Return the relative change of the layer's output."""
         model = subject.method.model
-        with prepared_for_attribution(model):
+        with prepared_for_attribution(model), subject.bound(images):
             name, _ = find(model, self.layer or default_layer(model, subject.images[:1]))
             needs = Needs("none", layers=(name,))
             forwards = [SharedForward(model, batch, needs) for batch in (subject.images, images)]
