@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial, reduce
+from itertools import filterfalse
 from operator import itemgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, overload
@@ -72,6 +73,8 @@ UNSATURATED = (
     "to explain the score before the sigmoid or softmax, pass saliency.neuron(NAME, CLASS) of the layer before it"
 )
 """The advice in the warning about a map of 0 for a probability near 0 or 1."""
+_RARE = ("whole", "layout", "calls")
+"""Options that settings include only if they are set."""
 MIN_IMAGE_SHARE = 0.1
 """An answer gets a warning if its image has a smaller fraction of the relevance of all tokens."""
 
@@ -161,7 +164,7 @@ class Attribution(HasOptions, ABC):
         if check_choice("whole", whole, WHOLE):
             is_several = is_per_input(like)
             values["preprocess"] = (
-                {name: without_crop(own, whole) for name, own in like.items()}
+                {name: without_crop(prepare, whole) for name, prepare in like.items()}
                 if is_several
                 else without_crop(like, whole)
             )
@@ -171,9 +174,9 @@ class Attribution(HasOptions, ABC):
     def settings(self) -> Mapping[str, Setting]:
         """Options of this method by name: the arguments of its constructor, except those about the model.
 
-        `whole` and `layout` are included if they are set.
+        Those of `_RARE` are included if they are set.
         """
-        names = [*type(self).options(), *["whole"] * bool(self.whole), *["layout"] * bool(self.layout)]
+        names = [*filterfalse(_RARE.__contains__, type(self).options()), *filter(vars(self).get, _RARE)]
         return {name: as_setting(getattr(self, name)) for name in names}
 
     @classmethod
@@ -351,24 +354,24 @@ class Attribution(HasOptions, ABC):
 
     def of_input(self, name: Key) -> Self:
         """Return the method with its options for one of several inputs."""
-        options = {option: own for option, own in vars(self).items() if isinstance(own, PerInput | Attribution)}
+        options = {option: value for option, value in vars(self).items() if isinstance(value, PerInput | Attribution)}
         if not options:
             return self
         method = copy.copy(self)
-        for option, own in options.items():
-            if isinstance(own, Attribution):
-                vars(method)[option] = own.of_input(name)
+        for option, value in options.items():
+            if isinstance(value, Attribution):
+                vars(method)[option] = value.of_input(name)
             else:
                 declared = getattr(type(self), option)
-                vars(method)[option] = own[name] if name in own else declared.stored(method, declared.default)
+                vars(method)[option] = value[name] if name in value else declared.stored(method, declared.default)
         return method
 
     def _require_inputs(self, names: Collection[Key]) -> None:
         """Raise MethodError if an option of this method, or of the method that it wraps, names another input."""
-        for option, own in vars(self).items():
-            if isinstance(own, Attribution):
-                own._require_inputs(names)
-            elif isinstance(own, PerInput) and (unknown := own.keys() - set(names)):
+        for option, value in vars(self).items():
+            if isinstance(value, Attribution):
+                value._require_inputs(names)
+            elif isinstance(value, PerInput) and (unknown := value.keys() - set(names)):
                 problem = f"{option} has a value for {', '.join(map(str, unknown))}"
                 raise MethodError(f"{problem}; the inputs are {', '.join(map(str, names))}")
 
@@ -461,8 +464,7 @@ class Attribution(HasOptions, ABC):
         values, evidence = explanation.values.flatten(1), explanation.evidence
         largest = torch.maximum(-values.amin(1), values.amax(1))  # much faster than `aminmax(dim=1)`
         shows_nothing = (largest <= explanation.rounding_errors).tolist()
-        cells = explanation.values.shape[2:] if explanation.layer else ()
-        has_one_cell = any(count == 1 < pixels for count, pixels in zip(cells, explanation.input_size, strict=False))
+        cells = explanation.values.shape[2:]
         shares = explanation.image_share if "token_shares" in evidence else None
         residuals, rises = list[float](), list[float]()
         if self.units == "score" and "residual" in evidence and "ledger" not in evidence:
@@ -485,7 +487,7 @@ class Attribution(HasOptions, ABC):
                 note = f"the values miss {residuals[index]:.2g} of an increase of the score by {rises[index]:.2g}"
             elif self.ignores_sign and question.is_difference:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
-            elif has_one_cell:
+            elif explanation.layer and 1 in cells and 1 not in explanation.input_size:
                 grid = f"layer {explanation.layer} has a grid of {as_text(cells)}"
                 note = f"{grid}, so the map shows no position along an axis of one cell; an earlier layer= may"
             yield note

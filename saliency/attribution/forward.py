@@ -135,11 +135,12 @@ class SharedForward:
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
                 self.output: Any = run_model(model, self.x)
         self.layers: dict[str, Tensor] = {}
-        self.calls: dict[str, list[Tensor]] = {}
+        self.earlier_calls: dict[tuple[str, int], Tensor] = {}
         for name, calls in captured.items():
             read = read_calls(model, self.x, name, calls, all_calls=needs.all_calls) if len(calls) > 1 else calls
-            self.calls[name] = [_readable(name, output) for output in read] or [_readable(name, None)]
-            self.layers[name] = self.calls[name][-1]
+            self.layers[name] = _readable(name, read[-1] if read else None)
+            for index, output in enumerate(read[:-1]):
+                self.earlier_calls[name, index] = _readable(name, output)
         self._layouts: dict[str, Layout] = {}
 
     @cached_property
@@ -263,15 +264,15 @@ class TargetGradients:
         with self.forward.autocast:
             return TargetGradients(self.forward.on(x), self.target)
 
-    def activation(self, layer: str, call: int = -1) -> Tensor:
-        """Return the output of a layer as maps (N, K, h, w), of one of the calls that `needs` keeps."""
-        layout = self.forward.layout(layer)
-        return at_least_float32(layout(self.forward.calls[layer][call].detach()))
+    def activation(self, layer: str, call: int | None = None) -> Tensor:
+        """Return the output of a layer as maps (N, K, h, w), of its last call or of one of the earlier calls."""
+        output = self.forward.layers[layer] if call is None else self.forward.earlier_calls[layer, call]
+        return at_least_float32(self.forward.layout(layer)(output.detach()))
 
-    def gradient(self, layer: str, call: int = -1) -> Tensor:
-        """Return the gradient of the scores at a layer (N, K, h, w), at one of the calls that `needs` keeps."""
+    def gradient(self, layer: str, call: int | None = None) -> Tensor:
+        """Return the gradient of the scores at a layer (N, K, h, w), at its last call or one of the earlier calls."""
         layout = self.forward.layout(layer)
-        return at_least_float32(layout(self._shared_gradients[layer, range(len(self.forward.calls[layer]))[call]]))
+        return at_least_float32(layout(self._shared_gradients[layer if call is None else (layer, call)]))
 
     def node_gradient(self, node: Node) -> Tensor:
         """Return the gradient at the result of an attention call, in the shape of the result."""
@@ -283,14 +284,13 @@ class TargetGradients:
         return cast("Tensor", grad)
 
     @cached_property
-    def _shared_gradients(self) -> dict[tuple[str, int] | Node, Tensor]:
-        """The gradients at all stored calls of layers and attention calls, from one backward pass."""
-        calls = self.forward.calls.items()
-        layers = {(name, index): output for name, outputs in calls for index, output in enumerate(outputs)}
+    def _shared_gradients(self) -> dict[Any, Tensor]:
+        """The gradients at all stored layers, earlier calls of them and attention calls, from one backward pass."""
+        layers: dict[Any, Tensor] = {**self.forward.layers, **self.forward.earlier_calls}
         ends: dict[Any, Tensor | GradientEdge] = {**layers}
         for call in self.attention:
             ends[call.node] = GradientEdge(call.node, 0)
-        gradients: dict[tuple[str, int] | Node, Any] = dict(zip(ends, self._gradients([*ends.values()]), strict=True))
+        gradients: dict[Any, Any] = dict(zip(ends, self._gradients([*ends.values()]), strict=True))
         if all(gradient is None for gradient in gradients.values()):
             raise LayerError(no_gradient_message(*self.forward.layers))
         for end, output in layers.items():

@@ -63,7 +63,7 @@ class InputExplanations(Mapping[Any, Explanation]):
     @property
     def sums(self) -> dict[Key, Tensor]:
         """The sum (N,) of the values of each input; of path methods and relevance, "rest" is what no value explains."""
-        values = {name: own.values for name, own in self.explanations.items()} | dict(self.others)
+        values = {name: explanation.values for name, explanation in self.explanations.items()} | dict(self.others)
         sums = {name: tensor.flatten(1).double().sum(1) for name, tensor in values.items()}
         first = next(iter(self.explanations.values()))
         if first.ledger is not None:
@@ -81,8 +81,8 @@ class InputExplanations(Mapping[Any, Explanation]):
         """
         sums = self.sums
         total = torch.stack([*sums.values()]).sum(0)
-        shares = {name: (own / total).tolist() for name, own in sums.items()}
-        return {name: own[0] if len(own) == 1 else own for name, own in shares.items()}
+        shares = {name: (rows / total).tolist() for name, rows in sums.items()}
+        return {name: rows[0] if len(rows) == 1 else rows for name, rows in shares.items()}
 
     def save(self, path: str | os.PathLike[str]) -> list[Path]:
         """Save the explanation of each input: `maps/cat.safetensors` gives `maps/cat.rgb.safetensors`, and so on.
@@ -123,11 +123,13 @@ def explain_inputs(
         return replace(explained, explanations={name: attribute(explained.hold(name)) for name in names})
     batch = inputs.batch(*inputs.joined)
     whole = attribute(batch)
-    parts = {part: batch.parts(own) for part, own in whole.tensors().items() if own.shape == whole.values.shape}
+    parts = {
+        part: batch.parts(tensor) for part, tensor in whole.tensors().items() if tensor.shape == whole.values.shape
+    }
     explanations = {}
     for name in names:
-        one = whole.with_tensors(whole.tensors() | {part: own[name] for part, own in parts.items()})
+        explanation = whole.with_tensors(whole.tensors() | {part: tensor[name] for part, tensor in parts.items()})
         size = tuple(inputs.values[name].shape[2:])
-        explanations[name] = replace(one, frames=inputs.frames[name], input_size=size)
-    others = {name: own for name, own in parts["values"].items() if name not in names}
+        explanations[name] = replace(explanation, frames=inputs.frames[name], input_size=size)
+    others = {name: values for name, values in parts["values"].items() if name not in names}
     return InputExplanations(explanations, inputs, others)

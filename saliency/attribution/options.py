@@ -51,7 +51,7 @@ def of_input(value: Any, name: Any, default: Any = None) -> Any:
 
 def is_per_input(value: object) -> TypeGuard[Mapping[str, Any]]:
     """Return whether an option is a mapping of inputs, and not the configuration of one preprocessing."""
-    if not isinstance(value, Mapping) or any(isinstance(own, tuple | list) for own in value.values()):
+    if not isinstance(value, Mapping) or any(isinstance(part, tuple | list) for part in value.values()):
         return False
     return not value.keys() <= {option.name for option in fields(Preprocess)}
 

@@ -221,20 +221,20 @@ def _draw_case(result: InputExplanations, output: OutputOptions) -> Row:
     scaled = [scale_map(explanation, limit=limit, **scale) for explanation in maps]
     height = max(frame_of(explanation).image.height for explanation in maps)
     frames = [_of_height(frame_of(explanation), height) for explanation in maps]
-    painted = [paint(frame, own, style.colormap, style.opacity) for frame, own in zip(frames, scaled, strict=True)]
+    painted = [paint(frame, part, style.colormap, style.opacity) for frame, part in zip(frames, scaled, strict=True)]
     total = float(sum(result.sums.values()))
     shares = {name: float(part) / total for name, part in result.sums.items()} if total else {}
     labels = [f"{name}: {round(100 * shares[name])} %" if shares else name for name in result]
     row = explanation_facts(maps[0], scaled[0], style.colormap) | {"shares": shares}
-    row["layer"] = ", ".join(dict.fromkeys(own.layer for own in maps if own.layer)) or None
+    row["layer"] = ", ".join(dict.fromkeys(part.layer for part in maps if part.layer)) or None
     row["overlay"] = encode_drawing(_side_by_side(painted, labels), f".{style.format}")
     if output.with_manifest:
         images = _side_by_side([frame.image for frame in frames])
         row["width"], row["height"] = images.size
         row["thumbnail"] = encode(shrink(images, THUMBNAIL_SIDE), "JPEG", quality=THUMBNAIL_QUALITY)
         heats = [
-            heat_image(own, frame, frame.image.size, style.colormap, style.opacity).resize(frame.image.size)
-            for own, frame in zip(scaled, frames, strict=True)
+            heat_image(part, frame, frame.image.size, style.colormap, style.opacity).resize(frame.image.size)
+            for part, frame in zip(scaled, frames, strict=True)
         ]
         row["heat"] = encode(shrink(_side_by_side(heats), THUMBNAIL_SIDE), "WEBP", quality=HEAT_QUALITY, method=0)
     return row

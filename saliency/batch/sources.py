@@ -102,7 +102,7 @@ def _cases(sources: Mapping[str, Any], recursive: bool, others: set[str]) -> Ite
 
     A source may also be a pattern or a list. A single file, and what is not a file, is an input of all cases.
     """
-    found, constants = dict[str, dict[object, ImageEntry]](), dict[str, Any]()
+    by_stem, constants = dict[str, dict[object, ImageEntry]](), dict[str, Any]()
     files: list[ImageEntry] = []
     for name, source in sources.items():
         path = os.fsdecode(source) if isinstance(source, str | os.PathLike) else ""
@@ -113,24 +113,24 @@ def _cases(sources: Mapping[str, Any], recursive: bool, others: set[str]) -> Ite
             if not entries or entries[0].problem:
                 problem = entries[0].problem if entries else "there are no images"
                 raise BatchError(f"{name}: {sentence(path, None, problem)}")
-            found[name] = {(entry.folder, os.path.splitext(entry.label)[0]): entry for entry in entries}  # noqa: PTH122
+            by_stem[name] = {(entry.folder, os.path.splitext(entry.label)[0]): entry for entry in entries}  # noqa: PTH122
             files += entries
-    if not found:
+    if not by_stem:
         if (case := _case(constants)) is None:
             raise BatchError(f"no image among the inputs {', '.join(sources)}; expected files or folders")
         yield case
         return
-    first, *rest = found.values()
+    first, *rest = by_stem.values()
     stems = [stem for stem in first if all(stem in entries for entries in rest)]
-    paired = {entries[stem].path for entries in found.values() for stem in stems}
+    paired = {entries[stem].path for entries in by_stem.values() for stem in stems}
     alone = [entry.source for entry in files if entry.path not in paired]
     if not stems:
-        raise BatchError(f"no name is in all of {', '.join(found)}, such as {alone[0]} and {alone[-1]}")
+        raise BatchError(f"no name is in all of {', '.join(by_stem)}, such as {alone[0]} and {alone[-1]}")
     if alone:
         named = ", ".join(alone[:NAMED_ALONE]) + (", ..." if len(alone) > NAMED_ALONE else "")
         warn(f"left out {plural(len(alone), 'file')} without a file of the same name in each input: {named}")
     for stem in stems:
-        chosen = {name: entries[stem].path for name, entries in found.items()}
+        chosen = {name: entries[stem].path for name, entries in by_stem.items()}
         yield first[stem]._replace(inputs=constants | chosen)
 
 

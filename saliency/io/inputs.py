@@ -174,14 +174,16 @@ def _without_metadata(image: Image.Image) -> Image.Image:
 
     The colour profile is kept for `drawable`, and a CMYK image, whose profile does not apply to RGB.
     """
-    kept: Any = {name: image.info[name] for name in ("icc_profile", "cmyk", "range", "inverted") if name in image.info}
-    kept |= {"cmyk": image} if image.mode == "CMYK" and kept else {}
+    metadata: Any = {
+        name: image.info[name] for name in ("icc_profile", "cmyk", "range", "inverted") if name in image.info
+    }
+    metadata |= {"cmyk": image} if image.mode == "CMYK" and metadata else {}
     is_transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
     if is_transparent and not is_deep(image):
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.copy() if is_deep(image) else image.convert("RGB")  # a copy, even if it is RGB already
-    image.info = kept
+    image.info = metadata
     return image
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
-from ..attribution.explanation import BatchAttribution, Setting, Sign
+from ..attribution.explanation import BatchAttribution, Sign
 from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
@@ -32,8 +32,6 @@ SIGNED_SHARE = 0.3
 """Activations are treated as signed if negative values hold more than this fraction of their sum of squares."""
 CERTAIN_CORRELATION = 0.5
 """The sign of a principal component is certain if the map correlates this much with the norm of the activations."""
-
-Calls = Literal["last", "sum"]
 
 _HEADS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 
@@ -92,7 +90,8 @@ class LayerAttribution(TracedAttribution):
         layers = (self.layer,) if isinstance(self.layer, str) else self.layer
         if layers is None and self.reads_levels:
             layers = default_layers(self.model, x, target)
-        return needs_with(self.needs, layers=layers or (default_layer(self.model, x, target),))
+        layers = layers or (default_layer(self.model, x, target),)
+        return needs_with(self.needs, layers=layers, all_calls=getattr(self, "calls", None) == "sum")
 
 
 def summed_levels(maps: Sequence[Tensor]) -> Tensor:
@@ -109,37 +108,29 @@ class LayerCombination(LayerAttribution):
     """Base class of maps computed from one layer's activations and the gradients there.
 
     Args:
-        calls: Of a module that is called several times, as in a recurrent network, "last" reads the last call, and
-            "sum" adds the maps of all calls, each of which must see the whole image.
+        calls: Of a module that is called several times, as in a recurrent network, "sum" adds the maps of all calls,
+            each of which must see the whole image. By default the last call is read.
     """
 
     needs = Needs("layers", backwards=1)
-    calls: Option[Calls] = Option("last", check_choice, get_args(Calls))
+    calls: Option[Literal["sum"] | None] = Option(None, check_choice, ("sum",))
     reads_levels = True
     assumes_unsigned: ClassVar[bool] = False
     """Whether the weights assume activations of at least zero. If so, the method warns about negative activations."""
-
-    @property
-    def settings(self) -> Mapping[str, Setting]:
-        """Options of this method by name, with `calls` only if it is set."""
-        return {name: value for name, value in super().settings.items() if (name, value) != ("calls", "last")}
-
-    def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the needs at the layers, and at all their calls if these are added."""
-        return needs_with(super().needs_for(x, target), all_calls=self.calls == "sum")
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the map of the layer, or the maps of several levels together."""
         maps = []
         for layer in layers:
-            calls = list[Tensor]()
-            for call in range(len(grads.forward.calls[layer]) if self.calls == "sum" else 1):
-                activation = grads.activation(layer, ~call)
-                if self.assumes_unsigned:
-                    warn_if_signed(self.name, activation)
-                gradient = activation if self.needs.gradients == "none" else grads.gradient(layer, ~call)
-                calls.append(self.combine(activation, gradient))
-            maps.append(calls[0] if len(calls) == 1 else summed_levels(calls))
+            of_calls = list[Tensor]()
+            for name, call in [*(grads.forward.earlier_calls if self.calls else ()), (layer, None)]:
+                if name == layer:
+                    activation = grads.activation(layer, call)
+                    if self.assumes_unsigned:
+                        warn_if_signed(self.name, activation)
+                    gradient = activation if self.needs.gradients == "none" else grads.gradient(layer, call)
+                    of_calls.append(self.combine(activation, gradient))
+            maps.append(of_calls[0] if len(of_calls) == 1 else summed_levels(of_calls))
         values = maps[0] if len(maps) == 1 else self.combine_levels(maps)
         return BatchAttribution(values, grads.scores, layer=", ".join(layers))
 

@@ -141,8 +141,8 @@ class ModelInputs:
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
-                    one = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
-                    batch = read(one, prepare(name), like=like)
+                    image = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
+                    batch = read(image, prepare(name), like=like)
                 except (ImageError, NonFiniteError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
@@ -233,7 +233,7 @@ def requires_several(model: nn.Module) -> bool:
 def require_volumes(model: nn.Module, x: Tensor) -> None:
     """Raise ImageError if a model of images gets five axes, which are the views of several cases."""
     convolutions = (nn.Conv2d, nn.Conv3d)
-    if isinstance(next((own for own in model.modules() if isinstance(own, convolutions)), None), nn.Conv2d):
+    if isinstance(next((module for module in model.modules() if isinstance(module, convolutions)), None), nn.Conv2d):
         raise ImageError(
             f"got {tuple(x.shape)}, a batch of volumes or videos, and {type(model).__name__} convolves images; for "
             "views or frames (N, V, C, H, W), pass saliency.Views(x)"
@@ -246,9 +246,11 @@ def _parameters(model: nn.Module) -> dict[str, bool]:
         parameters = inspect.signature(model.forward).parameters.values()
     except ValueError:  # of a traced module
         return {}
-    named = [own for own in parameters if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
-    has_any = any(own.kind is own.VAR_POSITIONAL for own in parameters)
-    return {} if has_any else {own.name: own.default is own.empty for own in named}
+    named = [
+        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    has_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    return {} if has_any else {parameter.name: parameter.default is parameter.empty for parameter in named}
 
 
 _Entries = tuple[Mapping[Any, Any], Callable[[dict[Key, Any]], dict[Any, Any]], Collection[str]]
@@ -275,7 +277,9 @@ def _entries(model: nn.Module, given: SeveralInputs) -> _Entries:
 
 
 def _takes_any_name(model: nn.Module) -> bool:
-    return any(own.kind is own.VAR_KEYWORD for own in inspect.signature(model.forward).parameters.values())
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(model.forward).parameters.values()
+    )
 
 
 def _as_tensor(entry: Any) -> Any:
