@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
+from itertools import islice
+from operator import methodcaller
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -57,6 +59,7 @@ class Call(NamedTuple):
         modules: The modules of the prepared model, the model first.
         other_layers: A function that returns the calls of layers that read other images, which are no default layers.
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
+        checks: The checks that wait for the result; see `check_later`.
     """
 
     values: Mapping[Any, Any] = {}
@@ -71,6 +74,7 @@ class Call(NamedTuple):
     modules: Sequence[nn.Module] = ()
     other_layers: Callable[[], frozenset[Reading]] | None = None
     warned: set[tuple[str, int]] | None = None
+    checks: list[tuple[Tensor, Callable[..., None]]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
@@ -131,6 +135,28 @@ def bind_image(image: int) -> AbstractContextManager[None]:
 def current_call() -> Call:
     """Return the state of the innermost call of this thread."""
     return cast("Call", CALL.get(_NOTHING))
+
+
+def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
+    """Call a function that may warn with some numbers (), once the result is computed, so that nothing waits for them.
+
+    The numbers are read from the device together with numbers of the result, by `read_back`.
+    """
+    call = current_call()
+    if not call.is_tracing:
+        cast("list[Any]", call.checks).append((torch.stack(numbers), check))
+
+
+def read_back(rows: Tensor) -> list[tuple[float, ...]]:
+    """Return rows (n, k) of numbers, and run the checks that wait, after one transfer from the device."""
+    checks = cast("list[Any]", current_call().checks)
+    (tensors, functions), checks[:] = zip(*checks, strict=True), []
+    flat = [rows.flatten(), *map(methodcaller("to", rows.device), tensors)]
+    numbers = iter(torch.cat(flat).tolist())
+    read = list(zip(*[islice(numbers, rows.numel())] * rows.shape[1], strict=True))
+    for tensor, check in zip(tensors, functions, strict=True):
+        check(*islice(numbers, len(tensor)))
+    return read
 
 
 def modules_of(model: nn.Module) -> Sequence[nn.Module]:
@@ -290,8 +316,11 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         if traits.is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         stack.enter_context(_lease(partial(_evaluate, modules, traits.others), _end_evaluation))
-        stack.enter_context(bound(**call, modules=modules))
+        checks = list[tuple[Tensor, Callable[..., None]]]()
+        stack.enter_context(bound(**call, modules=modules, checks=checks))
         yield
+        if checks:  # of a method whose result became no explanation
+            read_back(torch.empty(0, 1, device="cpu"))
 
 
 class _Traits(NamedTuple):
