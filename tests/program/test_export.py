@@ -147,6 +147,20 @@ def test_a_fixed_class_is_explained_whatever_the_scores() -> None:
     assert largest_difference(saliency.GradCAM(PooledNet().eval()), 32, target=3) <= 1e-6
 
 
+@pytest.mark.parametrize("cls", [saliency.GradCAM, saliency.IntegratedGradients])  # one program, and a mapped one
+def test_the_class_is_an_input_of_the_program_for_the_target_input(cls: type[saliency.Attribution]) -> None:
+    method, x = cls(PooledNet().eval(), **cls.preview_options), images(3)
+    program, metadata, check = captured(method, images(1), "input")
+    assert metadata["target"] == "input"
+    check(program.module(), "the program")
+    asked = torch.tensor([4, -1, 0])
+    scores, classes, maps = program.module()(x, asked)
+    expected = method.attribute(x, [4, None, 0])
+    assert tuple(classes.tolist()) == expected.target
+    torch.testing.assert_close(scores.gather(1, classes[:, None])[:, 0], expected.scores)
+    torch.testing.assert_close(maps, saliency.heatmap(expected))
+
+
 def test_one_number_per_image_explains_the_class_of_its_sign() -> None:
     model = nn.Sequential(PooledNet(), nn.Linear(5, 1)).eval()
     with torch.no_grad():
@@ -260,10 +274,10 @@ def test_a_difference_of_an_image_is_accepted_up_to_the_effect_of_its_last_digit
         return replace(exact, values=exact.values * torch.tensor(factors)[:, None, None, None])
 
     monkeypatch.setattr(saliency.VanillaGradient, "attribute", lambda self, *_: scaled(1.02, 1.0))
-    _require_equal(method, scaled(1.01, 1.0), x, program, "the program")
+    _require_equal(method, scaled(1.01, 1.0), [x], program, "the program")
     monkeypatch.setattr(saliency.VanillaGradient, "attribute", lambda self, *_: scaled(1.01, 1.02))
     with pytest.raises(NotApplicableError, match=r"by 0\.01 of its maximum"):
-        _require_equal(method, scaled(1.01, 1.0), x, program, "the program")
+        _require_equal(method, scaled(1.01, 1.0), [x], program, "the program")
 
 
 def test_a_difference_beyond_rounding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
