@@ -19,7 +19,7 @@ from functools import cache, partial, reduce
 from itertools import chain
 from operator import attrgetter, itemgetter, or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, cast, overload
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import lazy
 from ..aliases import known_keywords, refuse_keywords
 from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
 from ..io.geometry import Frame
@@ -116,6 +117,8 @@ class Attribution(HasOptions, ABC):
     """Whether a score and its negative have the same map, as for magnitudes and for maps that ignore the target."""
     needs: ClassVar[Needs] = Needs()
     """The parts of a forward that the method reads."""
+    is_compiled: ClassVar[bool] = False
+    """Whether a compiled program computes the results; see `compile`."""
     joins_inputs: ClassVar[bool] = False
     """Whether one pass explains all inputs of a model with several, whatever the arrangement of their pixels."""
     per_image: ClassVar[tuple[str, ...]] = ()
@@ -314,6 +317,20 @@ class Attribution(HasOptions, ABC):
         batch = self.read(inputs)
         with self.call(batch, targets, forward_args):
             return self.explain_batch(batch, targets)
+
+    def compile(self, mode: str | None = None) -> Self:
+        """Return this method with a compiled program of the model and the method, about twice as fast on a CPU.
+
+        The first call of each image size compiles, which takes 10 to 90 seconds: once for single images, and once for
+        batches of any size. A change of the model compiles again. Results equal those of this method up to rounding,
+        without the evidence that a program does not compute, such as coverage, ledger and residual. Calls that cannot
+        be compiled, as for other targets than a class, run this method, and a warning says why. Methods of many passes
+        run their passes compiled. While programs exist, each holds a second copy of the weights.
+
+        Args:
+            mode: As of `torch.compile`, such as "reduce-overhead" for CUDA graphs.
+        """
+        return cast("Self", lazy.compiled(self, mode))
 
     def call(
         self, batch: Batch, targets: Sequence[Any] = (), forward_args: ForwardArgs = ()
@@ -709,7 +726,11 @@ def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Seque
     target = target_of(targets[0], images)
     explained, common = [(method, method.explained_target(target)) for method in methods], Questions(target, images)
     pairs = [(method, common if other is target else Questions(other, images)) for method, other in explained]
-    traced = [method for method, asked in pairs if isinstance(method, TracedAttribution) and asked is common]
+    traced = [
+        method
+        for method, asked in pairs
+        if isinstance(method, TracedAttribution) and not method.is_compiled and asked is common
+    ]
     shared = iter(read_one_forward(traced, batch.inputs, [common])[0] if traced else [])
     results = [next(shared) if method in traced else method.explain(batch.inputs, asked) for method, asked in pairs]
     return [method.explanation(result, asked, batch) for result, (method, asked) in zip(results, pairs, strict=True)]

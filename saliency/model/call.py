@@ -60,6 +60,8 @@ class Call(NamedTuple):
         other_layers: A function that returns the calls of layers that read other images, which are no default layers.
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
         checks: The checks that wait for the result; see `check_later`.
+        compiled: Compiled functions from passes and their questions to scores, and to scores and gradients; they return
+            None for passes that cannot be compiled. None without them.
     """
 
     values: Mapping[Any, Any] = {}
@@ -75,6 +77,7 @@ class Call(NamedTuple):
     other_layers: Callable[[], frozenset[Reading]] | None = None
     warned: set[tuple[str, int]] | None = None
     checks: list[tuple[Tensor, Callable[..., None]]] | None = None
+    compiled: Sequence[Callable[..., Any]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -198,6 +201,22 @@ def test_the_file_runs_without_this_package(tmp_path: Path) -> None:
     assert json.loads(metadata["classes"]) == ["a", "b", "c", "d", "e"]
     assert json.loads(metadata["preprocess"])["size"] == [32, 32]
     assert (metadata["method"], metadata["layer"], metadata["torch"]) == ("grad_cam", "features", torch.__version__)
+
+
+def test_the_example_of_a_server_answers_an_image_with_its_heatmap(tmp_path: Path) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    server = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "server.py"))
+    method = saliency.GradCAM(PooledNet().eval(), categories=list("abcde"), preprocess={"size": (32, 48)})
+    photo = Image.effect_noise((64, 50), 60).convert("RGB")
+    saliency.export(method, tmp_path / "model.pt2", photo)
+    photo.save(file := io.BytesIO(), "PNG")
+    client = testclient.TestClient(server["create"](str(tmp_path / "model.pt2")))
+    answer = client.post("/", content=file.getvalue())
+    assert answer.headers["class"] == method.attribute(photo).target_names[0]
+    drawn = Image.open(io.BytesIO(answer.content))
+    assert drawn.size == photo.size
+    assert np.abs(np.asarray(drawn, float) - np.asarray(photo, float)).max() > 20
+    assert (client.post("/", content=b"no image").status_code, client.get("/").status_code) == (400, 405)
 
 
 def test_the_model_is_unchanged() -> None:
