@@ -354,7 +354,8 @@ class EigenCAM(LayerCombination):
             f"{self.name}: the activations of this layer {reason}, so the map may be high at the background; use "
             "eigen_grad_cam or grad_cam, or choose a layer after a ReLU"
         )
-        is_uncertain = torch.ones(()) if is_of_tokens else self._is_uncertain(grads.activation(finest), result.values)
+        activation, values = grads.activation(finest), result.values
+        is_uncertain = values.new_ones(1) if is_of_tokens else self._is_uncertain(activation, values)
         check_later(lambda is_any: warn(problem) if is_any else None, is_uncertain.any())
         return result
 

@@ -323,7 +323,7 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         stack.enter_context(bound(**call, modules=modules, checks=checks))
         yield
         if checks:  # of a method whose result became no explanation
-            read_back(torch.empty(0, 1, device="cpu"))
+            read_back(torch.empty(0, 1, dtype=torch.float32, device="cpu"))
 
 
 class _Traits(NamedTuple):

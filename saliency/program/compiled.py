@@ -16,7 +16,7 @@ from ..attribution.explanation import BatchAttribution
 from ..attribution.heatmap import heatmap
 from ..attribution.passes import MultiPassAttribution
 from ..attribution.questions import Questions
-from ..errors import warn
+from ..errors import NonFiniteError, warn
 from ..hooks.autograd_graph import frozen, module_tensors, modules_and_hooks, tensor_version
 from ..methods.gradient import VanillaGradient
 from ..model.call import bound, current_call, modules_of, run_model
@@ -155,6 +155,8 @@ class Programs:
                 scores, _, values = run(*inputs)
             maps = heatmap(replace(explanation, values=values))
             require_close(self._method, explanation, x, [maps], "the compiled program")
+        except NonFiniteError:  # of this image
+            raise
         except Exception as error:  # noqa: BLE001 - the compiler of PyTorch raises many types
             reason = str(error).strip().partition("\n")[0].rpartition("cannot be a program: ")[2]
             is_missing = "No working C++ compiler" in str(error)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS
-from saliency.errors import NotApplicableError, SaliencyWarning, TargetError
+from saliency.errors import NonFiniteError, NotApplicableError, SaliencyWarning, TargetError
 from tests.models import PooledNet
 from tests.selection import of_each_family
 
@@ -174,6 +174,14 @@ def test_a_program_that_differs_from_the_method_is_not_used(monkeypatch: pytest.
     method = saliency.GradCAM(network())
     with pytest.warns(SaliencyWarning, match=r"the compiled program differs from attribute by 0\.1"):
         require_same(method.compile().attribute(images(1)), method.attribute(images(1)))
+
+
+def test_an_image_whose_score_is_not_finite_is_refused_and_the_next_one_compiled(runs: Runs) -> None:
+    fast = saliency.GradCAM(network()).compile()
+    with pytest.raises(NonFiniteError, match="the score of image 0 is"):
+        fast.attribute(3e38 * images(1).sign(), 1)
+    fast.attribute(images(1), 1)
+    assert runs.graphs == 1
 
 
 def test_a_class_that_the_model_does_not_have_is_refused(runs: Runs) -> None:
