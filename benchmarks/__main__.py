@@ -29,6 +29,7 @@ BENCHMARKS = (
     "boxes",
     "memory",
     "export",
+    "compiled",
     "serve",
     "render",
     "imports",

@@ -7,6 +7,7 @@ from . import lazy, tables
 # Drawing loads when the first result is shown or saved.
 tables.draw_png = lambda result: importlib.import_module(".render.notebook", __name__).notebook_png(result)
 tables.draw_card = lambda card: importlib.import_module(".render.measurements", __name__).card_png(card)
+lazy.compiled = lambda method, mode: importlib.import_module(".program.compiled", __name__).compiled(method, mode)
 
 
 def _hint(name: str, known: list[str]) -> str:

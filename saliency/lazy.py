@@ -9,6 +9,9 @@ from pathlib import Path
 from .aliases import answer_keywords
 from .errors import did_you_mean
 
+compiled: Callable[[object, str | None], object]
+"""Compile a method, for `Attribution.compile`."""
+
 
 def attach(
     module: str, file: str, hint: Callable[[str, list[str]], str] = did_you_mean

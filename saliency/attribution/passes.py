@@ -144,6 +144,7 @@ class Passes(ExitStack):
         self._progress = PassProgress(label, progress, self.budget)
         self._partial: Callable[[], ImageAttribution | None] = lambda: None
         self._notes: list[str] = []
+        self._compiled = current_call().compiled
         device = x.device.type
         # The caller's autocast. A context is not reentrant, so each use creates a new one.
         self._autocast = partial(
@@ -249,6 +250,9 @@ class Passes(ExitStack):
                     text = f"the inputs of passes {start} to {stop - 1}"
                     raise MethodError(f"{text}: expected a tensor {expected}, got {came}")
                 inputs = leaf(inputs.to(self.x)) if has_gradient else inputs.to(self.x)
+            compiled = None if run else self._compiled
+            if compiled and (result := compiled[has_gradient](inputs, self.target(len(inputs)))):
+                return ChunkResult(start, result.scores, result.values if has_gradient else inputs[:0])
             # Not inference_mode: its tensors fail in worker threads of the model and in tensors that the model caches.
             with torch.set_grad_enabled(has_gradient):
                 scores = self.target(len(inputs))(run(inputs) if run else run_model(self._model, inputs))

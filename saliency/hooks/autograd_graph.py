@@ -16,6 +16,9 @@ the test that fails first when PyTorch changes it:
 - `TorchDispatchMode`, `OpOverload._schema`, `UntypedStorage._cdata` record a forward to run parts of it again:
   `engine/test_tail.py`.
 - `torch._C._functorch` detects tensors inside `torch.func` transformations: `inspection/test_record.py`.
+- `_parameters` and `_buffers` list the tensors of a module in a tenth of the time of `parameters()`;
+  `torch._inductor.compile` compiles a graph with frozen weights, without the guards of `torch.compile`, which would
+  run eagerly in a call of a method: `program/test_compiled.py`.
 - `_scaled_dot_product_attention_math` makes second derivatives possible: `methods/test_combined_cam.py`.
 
 An edge is where the gradient enters or leaves a module. Nothing is inserted into the graph. The operations that pass
@@ -38,6 +41,7 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch._ops import OpOverload as OpOverload
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as _nn_module
 from torch.nn.modules._functions import BackwardHookFunction
@@ -108,6 +112,27 @@ def modules_and_hooks(model: nn.Module) -> tuple[int, ...]:
     for module in unique_modules(model):
         ids += (id(module), *module._forward_hooks, *module._forward_pre_hooks)
     return tuple(ids)
+
+
+def module_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of modules."""
+    parts = [part for module in modules for part in (module._parameters, module._buffers)]
+    return [tensor for part in parts for tensor in part.values() if tensor is not None]
+
+
+def frozen(graph: GraphModule, inputs: Sequence[Any], mode: str | None) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph for inputs, or inputs of symbolic sizes, with its weights as constants.
+
+    Args:
+        graph: The graph.
+        inputs: The inputs, as real or fake tensors.
+        mode: As of `torch.compile`.
+    """
+    from torch import _inductor
+
+    options = _inductor.list_mode_options(mode) if mode else {}
+    compiled: Callable[..., Sequence[Tensor]] = _inductor.compile(graph, list(inputs), {**options, "freezing": True})
+    return compiled
 
 
 def global_module_hooks() -> Iterator[tuple[str, Mapping[int, Any]]]:

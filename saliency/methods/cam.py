@@ -23,6 +23,7 @@ from ..attribution.questions import Questions
 from ..errors import LayerError, MethodError, NotApplicableError, warn
 from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
+from ..model.call import check_later
 from ..model.layers import LayerLike, default_layer, default_layers, find
 from ..targets.classes import output_tensor
 from ..validation import check_choice, check_integer, check_number
@@ -187,11 +188,11 @@ def is_signed(activation: Tensor) -> Tensor:
 
 def warn_if_signed(name: str, activation: Tensor) -> None:
     """Warn if the activations (N, K, h, w) are signed and the method treats large values as evidence."""
-    if not is_tracing() and bool(is_signed(activation).any()):
-        warn(
-            f"{name}: the activations of this layer are signed, as in the tokens of a transformer, and {name} treats "
-            "large values as evidence, so the map may show the background; use grad_cam or a layer after a ReLU"
-        )
+    problem = (
+        f"{name}: the activations of this layer are signed, as in the tokens of a transformer, and {name} treats "
+        "large values as evidence, so the map may show the background; use grad_cam or a layer after a ReLU"
+    )
+    check_later(lambda is_any: warn(problem) if is_any else None, is_signed(activation).any())
 
 
 class GradCAM(WeightedCAM):
@@ -359,12 +360,14 @@ class EigenCAM(LayerCombination):
         result = super().explain_gradients(grads, layers)
         finest = max(layers, key=lambda layer: math.prod(grads.forward.layout(layer).grid))
         is_of_tokens = grads.forward.layers[finest].dim() == 3
-        if not is_tracing() and (is_of_tokens or self._is_uncertain(grads.activation(finest), result.values)):
-            reason = "are tokens" if is_of_tokens else "are signed and the map correlates weakly with their norm"
-            warn(
-                f"{self.name}: the activations of this layer {reason}, so the map may be high at the background; use "
-                "eigen_grad_cam or grad_cam, or choose a layer after a ReLU"
-            )
+        reason = "are tokens" if is_of_tokens else "are signed and the map correlates weakly with their norm"
+        problem = (
+            f"{self.name}: the activations of this layer {reason}, so the map may be high at the background; use "
+            "eigen_grad_cam or grad_cam, or choose a layer after a ReLU"
+        )
+        activation, values = grads.activation(finest), result.values
+        is_uncertain = values.new_ones(1) if is_of_tokens else self._is_uncertain(activation, values)
+        check_later(lambda is_any: warn(problem) if is_any else None, is_uncertain.any())
         return result
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
@@ -372,13 +375,14 @@ class EigenCAM(LayerCombination):
         return principal_map(activation, torch.linalg.vector_norm(activation, dim=1))
 
     @staticmethod
-    def _is_uncertain(activation: Tensor, values: Tensor) -> bool:
-        """Return whether the sign of a map is uncertain."""
+    def _is_uncertain(activation: Tensor, values: Tensor) -> Tensor:
+        """Return whether the sign of each map (N,) is uncertain."""
         strength = torch.linalg.vector_norm(activation, dim=1)
         centred = [flat - flat.mean(1, keepdim=True) for flat in (values.flatten(1), strength.flatten(1))]
         correlation = torch.linalg.vecdot(*centred)
         is_certain = correlation >= CERTAIN_CORRELATION * centred[0].norm(dim=1) * centred[1].norm(dim=1)
-        return bool((~is_certain & is_signed(activation)).any())
+        is_uncertain: Tensor = ~is_certain & is_signed(activation)
+        return is_uncertain
 
 
 class EigenGradCAM(LayerCombination):

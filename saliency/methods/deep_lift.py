@@ -18,7 +18,7 @@ from ..errors import warn
 from ..hooks.operations import SavedValues
 from ..hooks.rectifiers import Coverage
 from ..io.axes import at_least_float32
-from ..model.call import shown_images
+from ..model.call import check_later, shown_images
 from ..relevance.multipliers import Multipliers
 from ..relevance.propagation import Unknown
 from ..relevance.walk import Walk
@@ -115,11 +115,15 @@ class DeepLIFT(TracedAttribution):
         scores, base_scores = grads.scores.double(), base.scores.double()
         rise = (scores - base_scores).abs()
         rounding = 64 * torch.finfo(grads.scores.dtype).eps * (scores.abs() + base_scores.abs())
-        if self.unknown != "gradient" and not bool((missing.abs() <= MAX_MISSING_SHARE * rise + rounding).all()):
-            warn(
-                f"{self.name}: the values miss {float(missing.abs().max()):.1g} of a difference of the scores of "
-                f"{float(rise[missing.abs().argmax()]):.1g}, as for a ReLU written as x * (x > 0); use torch.relu"
-            )
+
+        def check(is_whole: float, most: float, difference: float) -> None:
+            if not is_whole:
+                problem = f"the values miss {most:.1g} of a difference of the scores of {difference:.1g}"
+                warn(f"{self.name}: {problem}, as for a ReLU written as x * (x > 0); use torch.relu")
+
+        if self.unknown != "gradient":
+            is_whole, (most, worst) = missing.abs() <= MAX_MISSING_SHARE * rise + rounding, missing.abs().max(0)
+            check_later(check, is_whole.all(), most, rise.take(worst))
 
 
 class DeepSHAP(DeepLIFT):

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any, cast
 
 import torch
@@ -26,8 +28,10 @@ from ..hooks.operations import ACTIVATIONS, HOMOGENEOUS, PLAIN, Operation, Saved
 from ..io.axes import at_least_float32, resize
 from ..model.call import bind_image, run_model
 from ..model.layers import layout_from, trace_layers
-from ..relevance.propagation import constant_part, holds_constant, kind_of
+from ..relevance.propagation import channelwise, constant_part, holds_constant, kind_of
+from ..relevance.walk import CallGraph
 
+_WITH_SUMMAND = ("addmm", "baddbmm", "addmv")
 MAX_MISSING_SHARE = 1e-3
 """The fraction of the score that may be missing from the sum of all terms without a warning."""
 
@@ -113,7 +117,7 @@ class _Terms:
     def __init__(self, model: nn.Module, grads: TargetGradients) -> None:
         self._model, self._grads = model, grads
         self._biases, self._sums, self._missed = 0, list[Tensor](), Counter[str]()
-        self._is_vmapped = False
+        self._is_vmapped, self._constants = False, _constant_biases(grads)
         # The shape in which the result of an operation is used, because a linear layer flattens its locations.
         self._used_as = {used: result_shape(node) for node in grads.nodes for used, _ in next_functions(node)}
         with HookManager() as hooks:
@@ -121,8 +125,9 @@ class _Terms:
             for node in grads.nodes:
                 hooks.at_node(node, partial(self._add, node))
             product = _product(grads.input_gradient(), grads.x)
-        sums = torch.stack([*self._sums, product.sum()]).tolist()  # one transfer from the device
-        self.residual = float(grads.scores) - sum(sums)
+        # One transfer from the device.
+        self._score, *sums = torch.stack([grads.scores[0], *self._sums, product.sum()]).tolist()
+        self.residual = self._score - sum(sums)
         self.values = (self.values + _scaled(product))[0]
 
     def _add(self, node: Node, passed: Gradients, arrived: Gradients) -> None:
@@ -131,7 +136,7 @@ class _Terms:
             return
         operation = self._grads.forward.operations.operation(node)
         self._is_vmapped |= operation is not None and operation.is_vmapped
-        terms = _terms(node, operation, passed, arrived) if operation else None
+        terms = _terms(node, operation, passed, arrived, self._constants) if operation else None
         if terms is None or operation is None:
             self._missed[operation.name if operation else node.name()] += 1
             return
@@ -158,7 +163,7 @@ class _Terms:
 
     def note(self) -> str:
         """Describe the terms and the residual. Warns if too much is missing."""
-        fraction = abs(self.residual) / max(abs(float(self._grads.scores)), 1e-12)
+        fraction = abs(self.residual) / max(abs(self._score), 1e-12)
         note = f"{self._biases} biases; with them the terms miss {fraction:.1g} of the score"
         if self._missed:
             note += "; no bias of " + ", ".join(f"{name} ({count})" for name, count in self._missed.items())
@@ -170,8 +175,32 @@ class _Terms:
         return note
 
 
-def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradients) -> list[Tensor] | None:
-    """Return the gradient times the bias of an operation, as a sum if it is not in the map; None if it has no rule."""
+@torch.no_grad()
+def _constant_biases(grads: TargetGradients) -> dict[Node, Tensor | None]:
+    """Return the biases of linear operations, and of batch norms with constant statistics; None for biases of zero."""
+    graph = CallGraph(grads)
+    biases: dict[Node, Tensor | None] = {node: factors.shift for node, factors in graph.channel_factors.items()}
+    for node, operation in graph.operations.items():
+        if operation is not None and kind_of(operation.op) == "linear":
+            biases[node] = operation.args.get("self" if operation.name in _WITH_SUMMAND else "bias")
+    tensors = {node: bias for node, bias in biases.items() if bias is not None}
+    if tensors:
+        is_any = torch.stack([bias.any() for bias in tensors.values()]).tolist()  # one transfer from the device
+        biases |= dict.fromkeys(compress(tensors, map(not_, is_any)))
+    return biases
+
+
+def _terms(
+    node: Node,
+    operation: Operation,
+    passed: Gradients,
+    arrived: Gradients,
+    constants: Mapping[Node, Tensor | None],
+) -> list[Tensor] | None:
+    """Return the gradient times the bias of an operation, as a sum if it is not in the map; None if it has no rule.
+
+    `constants` holds the biases of some nodes; None for biases of zero.
+    """
     kind, args = kind_of(operation.op), operation.args
     if any(grad is not None and grad.is_complex() for grad in (*passed, *arrived)):
         is_linear = is_view(operation.op) or operation.name in PLAIN or kind == "mul"
@@ -189,9 +218,11 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
     operands = _operands(args)
     pairs = [(grad, operand) for grad, operand in zip(passed, operands, strict=False) if grad is not None]
     if kind == "linear":
-        return _linear_terms(operation, passed, grad)
+        return _linear_terms(operation, passed, grad, constants.get(node))
     if kind in ("norm", "batch_norm"):
-        return _bias_terms(grad, _norm_bias(operation)) if len(pairs) == 1 else None
+        bias = constants[node] if node in constants else _norm_bias(operation)
+        terms = [] if bias is None else [_product(grad, channelwise(bias, grad) if node in constants else bias)]
+        return terms if len(pairs) == 1 else None
     if len(pairs) == 1 and (kind == "mul" or (kind == "div" and passed[0] is not None)):
         return []
     if operation.is_part or operation.result is None:
@@ -204,29 +235,19 @@ def _terms(node: Node, operation: Operation, passed: Gradients, arrived: Gradien
     return [*(term.nansum() for term in outputs), *(-term.nansum() for term in inputs)]
 
 
-def _linear_terms(operation: Operation, passed: Gradients, grad: Tensor) -> list[Tensor]:
+def _linear_terms(operation: Operation, passed: Gradients, grad: Tensor, bias: Tensor | None) -> list[Tensor]:
     """Return the term of the bias, and the term of a product of two factors that both depend on the image."""
-    args, terms = operation.args, list[Tensor]()
-    has_summand = operation.name in ("addmm", "baddbmm", "addmv")
-    bias = args.get("self") if has_summand and passed[0] is None else args.get("bias")
-    if bias is not None:
-        shape = (-1, *[1] * (grad.dim() - 2)) if operation.name == "convolution" else bias.shape
-        terms += _bias_terms(grad, bias.view(shape))
+    args, has_summand = operation.args, operation.name in _WITH_SUMMAND
+    terms = [] if bias is None else [_product(grad, channelwise(bias, grad) if "groups" in args else bias)]
     _, *second = zip(passed[has_summand:], _operands(args)[has_summand:], strict=False)
     if passed[has_summand] is not None:
         terms += [-_product(grad, factor).sum() for grad, factor in second[:1] if grad is not None]
     return terms
 
 
-def _bias_terms(grad: Tensor, bias: Tensor) -> list[Tensor]:
-    return [_product(grad, bias)] if bool(bias.any()) else []
-
-
 def _norm_bias(operation: Operation) -> Tensor:
     """Return the result of a norm minus its derivative applied to its input."""
     x = operation.args["input"].detach()
-    if is_batch_norm(operation.op) and not operation.args.get("training"):
-        return cast("Tensor", operation.repeat(input=x.new_zeros(1, x.shape[1], *[1] * (x.dim() - 2)))[0])
     result, derivative, *_ = torch.func.jvp(lambda x: operation.repeat(input=x)[0], (x,), (x,))
     return cast("Tensor", result - derivative)
 

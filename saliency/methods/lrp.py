@@ -19,13 +19,13 @@ from ..attribution.forward import Needs, TargetGradients, needs_with, no_gradien
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.questions import Questions, explained_answer
 from ..errors import LayerError, MethodError, warn
-from ..hooks.autograd_graph import Gradients, is_tracing, result_spec
+from ..hooks.autograd_graph import Gradients, result_spec
 from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..io.axes import along_rows, at_least_float32
 from ..io.preprocess import Preprocess
 from ..model.answer import Answer
-from ..model.call import current_call
+from ..model.call import check_later, current_call
 from ..model.layers import LayerLike, given_layout, layers_by_resolution, named_layers, trace_layers
 from ..relevance.kernels import Passed
 from ..relevance.propagation import NONLINEAR, Propagation, Unknown, linear_weight
@@ -163,13 +163,14 @@ class RelevancePropagation(TracedAttribution):
             names = ", ".join(f"{name} ({count})" for name, count in rules.unmerged.items())
             problem = f"some batch norms are not merged with the convolution before them, because of {names} in between"
             warn(f"{self.name}: {problem}: the map depends on how the model is written; apply them to the convolution")
-        if is_tracing():
-            return walk
-        fraction = float((walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
-        rounding = 16 * torch.finfo(grads.scores.dtype).eps
-        # This comparison is false for NaN.
-        if not fraction <= max(MAX_MISSING_SHARE, rounding) and self.unknown == "refuse":
-            warn(f"{self.name}: {fraction:.1g} of the score is missing from the ledger")
+        most = max(MAX_MISSING_SHARE, 16 * torch.finfo(grads.scores.dtype).eps)
+
+        def check(fraction: float) -> None:
+            if not fraction <= most:  # false for NaN
+                warn(f"{self.name}: {fraction:.1g} of the score is missing from the ledger")
+
+        if self.unknown == "refuse":
+            check_later(check, (walk.missing.abs() / grads.scores.abs().clamp(min=1e-6)).max())
         return walk
 
 
@@ -530,25 +531,26 @@ class ExcitationBackprop(RelevancePropagation):
         for node, relevance in cast("_ExcitationRules", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
         fractions = divided(result.values, along_rows(total, result.values))
-        if not is_tracing():
-            self._check(fractions, result.layer)
+        self._check(fractions, result.layer)
         values = fractions.clamp(min=0) if self.contrastive else fractions
         return replace(result.with_evidence(residual=None, ledger=None, ledger_names=None), values=values)
 
     def _check(self, fractions: Tensor, layer: str | None) -> None:
         """Warn of fractions (N, 1, h, w) that are not probabilities."""
-        sums, most = fractions.flatten(1).abs().sum(1), 2 if self.contrastive else 1
-        lowest = float(divided(fractions.flatten(1).amin(1), fractions.flatten(1).amax(1)).min())
-        is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
-        if is_negative or float(sums.max()) > most + MAX_MISSING_SHARE:
-            largest = f"add up to {float(sums.max()):.1f}"
-            sizes = f"are as low as {lowest:.1g} of the largest" if is_negative else largest
-            warn(
-                f"{self.name}: the fractions at {layer} {sizes}, expected at least 0 and a sum of at most {most}: the "
-                "network adds signed activations, but the method assumes positive activations; use lrp"
-            )
-        elif float(sums.min()) < MIN_SHARE and not self.contrastive:
-            warn(
-                f"{self.name}: the fractions at {layer} add up to {float(sums.min()):.2g}, not to 1: the rest stays at "
-                "neurons without a positive input, or takes other paths; use lrp to account for all of the score"
-            )
+        flat, most = fractions.flatten(1), 2 if self.contrastive else 1
+
+        def check(lowest: float, least: float, largest: float) -> None:
+            is_negative = lowest < -MAX_MISSING_SHARE and not self.contrastive
+            if is_negative or largest > most + MAX_MISSING_SHARE:
+                sizes = f"are as low as {lowest:.1g} of the largest" if is_negative else f"add up to {largest:.1f}"
+                warn(
+                    f"{self.name}: the fractions at {layer} {sizes}, expected at least 0 and a sum of at most {most}: "
+                    "the network adds signed activations, but the method assumes positive activations; use lrp"
+                )
+            elif least < MIN_SHARE and not self.contrastive:
+                warn(
+                    f"{self.name}: the fractions at {layer} add up to {least:.2g}, not to 1: the rest stays at neurons "
+                    "without a positive input, or takes other paths; use lrp to account for all of the score"
+                )
+
+        check_later(check, divided(flat.amin(1), flat.amax(1)).min(), *flat.abs().sum(1).aminmax())

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
+from itertools import islice
+from operator import methodcaller
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -59,6 +61,9 @@ class Call(NamedTuple):
         other_layers: A function that returns the calls of layers that read other images, which are no default layers.
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
         subject: The image of a run that the thread processes.
+        checks: The checks that wait for the result; see `check_later`.
+        compiled: Compiled functions from passes and their questions to scores, and to scores and gradients; they return
+            None for passes that cannot be compiled. None without them.
     """
 
     values: Mapping[Any, Any] = {}
@@ -74,6 +79,8 @@ class Call(NamedTuple):
     other_layers: Callable[[], frozenset[Reading]] | None = None
     warned: set[tuple[str, int]] | None = None
     subject: str = ""
+    checks: list[tuple[Tensor, Callable[..., None]]] | None = None
+    compiled: Sequence[Callable[..., Any]] | None = None
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
@@ -139,6 +146,28 @@ def current_call() -> Call:
 def name_subject(name: str) -> None:
     """Set the image of a run that this thread processes, which the command line names in front of its warnings."""
     CALL.set(current_call()._replace(subject=name))
+
+
+def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
+    """Call a function that may warn with some numbers (), once the result is computed, so that nothing waits for them.
+
+    The numbers are read from the device together with numbers of the result, by `read_back`.
+    """
+    call = current_call()
+    if not call.is_tracing:
+        cast("list[Any]", call.checks).append((torch.stack(numbers), check))
+
+
+def read_back(rows: Tensor) -> list[tuple[float, ...]]:
+    """Return rows (n, k) of numbers, and run the checks that wait, after one transfer from the device."""
+    checks = cast("list[Any]", current_call().checks)
+    (tensors, functions), checks[:] = zip(*checks, strict=True), []
+    flat = [rows.flatten(), *map(methodcaller("to", rows.device), tensors)]
+    numbers = iter(torch.cat(flat).tolist())
+    read = list(zip(*[islice(numbers, rows.numel())] * rows.shape[1], strict=True))
+    for tensor, check in zip(tensors, functions, strict=True):
+        check(*islice(numbers, len(tensor)))
+    return read
 
 
 def modules_of(model: nn.Module) -> Sequence[nn.Module]:
@@ -298,8 +327,11 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         if traits.is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         stack.enter_context(_lease(partial(_evaluate, modules, traits.others), _end_evaluation))
-        stack.enter_context(bound(**call, modules=modules))
+        checks = list[tuple[Tensor, Callable[..., None]]]()
+        stack.enter_context(bound(**call, modules=modules, checks=checks))
         yield
+        if checks:  # of a method whose result became no explanation
+            read_back(torch.empty(0, 1, dtype=torch.float32, device="cpu"))
 
 
 class _Traits(NamedTuple):

@@ -8,7 +8,7 @@ need no symbolic sizes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, zip_longest
 from typing import Any, NoReturn
@@ -30,17 +30,18 @@ from .decompositions import BEFORE_MAPPING, DECOMPOSITIONS
 BATCHES = (5, 7)
 """The batch sizes of the two runs: not 1, at which broadcasting differs."""
 
-Function = Callable[[Tensor], tuple[Tensor, ...]]
+INPUTS = "image", "target"
+"""The names of the inputs of a program."""
+
+Function = Callable[..., tuple[Tensor, ...]]
 
 
-def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: bool) -> GraphModule:
+def capture(function: Function, inputs: Sequence[Tensor], model: nn.Module, *, one_by_one: bool) -> GraphModule:
     """Return a function of a batch (N, C, H, W) as a graph with any N, whose parameters have the model's own names.
-
-    Its input is named `image`.
 
     Args:
         function: Returns tensors with N rows each. It is called inside `make_fx`.
-        image: (1, C, H, W) an image.
+        inputs: (1, C, H, W) an image, and perhaps (1,) a class, in the order of `INPUTS`.
         model: The model, whose parameters and buffers the graph reads.
         one_by_one: Whether the function takes one image only. It is then mapped over the batch.
 
@@ -50,16 +51,18 @@ def capture(function: Function, image: Tensor, model: nn.Module, *, one_by_one: 
     mode = "real"
     with sdpa_kernel(SDPBackend.MATH):  # fused attention is bound to one kind of device, and cannot be mapped
         if one_by_one:
-            graph, mode = _traced(function, image, mode), "fake"
+            graph, mode = _traced(function, inputs, mode), "fake"
             # Without operations in place, which cannot write one row for each image into a constant.
-            single = _traced(torch.func.functionalize(graph), image, mode, BEFORE_MAPPING)
-            function = torch.vmap(lambda row: tuple(part[0] for part in single(row[None])))
-        graph, other = (_traced(function, image.repeat(size, *[1] * (image.dim() - 1)), mode) for size in BATCHES)
+            single = _traced(torch.func.functionalize(graph), inputs, mode, BEFORE_MAPPING)
+            function = torch.vmap(lambda *rows: tuple(part[0] for part in single(*(row[None] for row in rows))))
+        graph, other = (_traced(function, [torch.cat([x] * size) for x in inputs], mode) for size in BATCHES)
     _free_batch_size(graph, other)
     return _with_names(graph, model)
 
 
-def _traced(function: Function, x: Tensor, mode: str, table: dict[Any, Any] = DECOMPOSITIONS) -> GraphModule:
+def _traced(
+    function: Function, inputs: Sequence[Tensor], mode: str, table: dict[Any, Any] = DECOMPOSITIONS
+) -> GraphModule:
     """Return the graph of a function for a batch of one size. In the mode "fake", nothing is computed."""
     # `tracing` checks the reads of values, and refuses those that depend on the image.
     options: Any = {
@@ -68,7 +71,7 @@ def _traced(function: Function, x: Tensor, mode: str, table: dict[Any, Any] = DE
         "_allow_non_fake_inputs": True,
         "decomposition_table": table,
     }
-    program = make_fx(function, **options)(x)
+    program = make_fx(function, **options)(*inputs)
     program.graph.eliminate_dead_code()
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default  # mapped over a batch, tensors have other strides
@@ -120,31 +123,32 @@ def _size(graph: Graph, size: int, larger: int) -> Node:
 def _with_names(program: GraphModule, model: nn.Module) -> GraphModule:
     """Return a graph whose parameters and buffers have their names in the model. Each occurs once."""
     names = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
-    constants: dict[str, Tensor] = {}
+    constants, inputs = dict[str, Tensor](), iter(INPUTS)
     for node in program.graph.nodes:
         if node.op == "get_attr":
             tensor = getattr(program, node.target)
             node.target = names.get(id(tensor), node.target)
             constants[node.target] = tensor.detach()
         elif node.op == "placeholder":
-            node.name = node.target = "image"
+            node.name = node.target = next(inputs)
     return GraphModule(constants, program.graph)
 
 
 @contextmanager
-def tracing(image: Tensor) -> Iterator[None]:
-    """Trace a method in a block, inside `make_fx`. `image` is the traced input."""
-    dependent = _Dependent(image)
+def tracing(*inputs: Tensor) -> Iterator[None]:
+    """Trace a method in a block, inside `make_fx`, with the traced inputs."""
+    dependent = _Dependent(inputs)
     with bound(is_tracing=True), dependent, _HostReads(dependent):
         yield
 
 
 class _Dependent(MemoryMode[bool]):
-    """Mode that tracks which memory depends on the image, and refuses reads of its values and random numbers."""
+    """Mode that tracks which memory depends on the inputs, and refuses reads of their values and random numbers."""
 
-    def __init__(self, image: Tensor) -> None:
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__(lambda tensor: True)
-        self.memory(image)
+        for tensor in inputs:
+            self.memory(tensor)
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_dependent = self.depends((args, kwargs))

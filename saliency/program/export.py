@@ -36,11 +36,13 @@ from ..model.call import prepared_for_attribution, run_model
 from ..targets.classes import ClassScore, ClassTarget, as_target, class_scores, threshold
 from ..targets.question import Images, Question
 from ..validation import check_path
-from .capture import capture, tracing
+from .capture import INPUTS, capture, tracing
 from .decompositions import FOR_ONNX
 
-ProgramRun = Callable[[Tensor], Sequence[Tensor]]
-"""Images (N, C, H, W) -> the outputs of a program."""
+ProgramRun = Callable[..., Sequence[Tensor]]
+"""Images (N, C, H, W), and perhaps classes (N,) -> the outputs of a program."""
+INPUT = "input"
+"""The target of a program that takes the classes as an input."""
 
 _DECIDES = """deep_lift deep_shap full_grad score_cam ablation_cam idgi guided_ig extremal_perturbation vit_cx vx_code
     xrai"""
@@ -65,7 +67,8 @@ COPIES = 4
 def export(method: Attribution, path: str | Path, example: ImagesLike, *, target: int | str | None = None) -> Path:
     """Write a model and its explanation as one program, which runs without this package.
 
-    The program takes the model's normalised input (N, C, H, W), with any N and the example's size. It returns the
+    The program takes the model's normalised input (N, C, H, W), with any N and the example's size, and for
+    `target="input"` the class indices (N,), int64, of which a negative one stands for the top class. It returns the
     scores of all classes (N, classes), the explained class of each image (N,), and its heatmap (N, H, W), as `heatmap`
     gives it. The file also holds the class names, the preprocessing, the layer and the versions: as `metadata.json` in
     the `extra_files` of a .pt2 file, and as `metadata_props` of an .onnx file.
@@ -76,7 +79,8 @@ def export(method: Attribution, path: str | Path, example: ImagesLike, *, target
         path: The file: .pt2 for `torch.export.load`, or .onnx for ONNX Runtime and others.
         example: An image or several, as for `attribute`. The program is compared with `attribute` on them and on
             another number of images; and so is an .onnx file, if ONNX Runtime is installed.
-        target: The index or name of the class that is explained; None for the top class of each image.
+        target: The index or name of the class that is explained; None for the top class of each image; "input" for an
+            input of the program.
 
     Returns:
         The path.
@@ -127,6 +131,18 @@ def captured(
 
     It has the arguments and errors of `export`.
     """
+    program, explanation, inputs = traced(method, example, target)
+    return program, _metadata(method, explanation, target), partial(_require_equal, method, explanation, inputs)
+
+
+def traced(
+    method: Attribution, example: ImagesLike, target: int | str | None, *, is_map: bool = True
+) -> tuple[ExportedProgram, Explanation, list[Tensor]]:
+    """Return a program, which returns the method's values instead of a map or not, and an example.
+
+    Returns:
+        The program; the explanation of the example by `attribute`; and the inputs of the program for the example.
+    """
     if not isinstance(method, Attribution):
         raise MethodError(f"export: expected a method, such as GradCAM(model), got {type(method).__name__}")
     if reason := "it draws random samples" if isinstance(method, SampledAttribution) else NO_PROGRAM.get(method.name):
@@ -135,15 +151,17 @@ def captured(
         raise MethodError(f"export: a program has no time limit; create {method.name} without seconds=")
     if isinstance(example, Answer):
         raise MethodError("export: the example is an answer; a program takes images alone, of a model of classes")
-    asked = as_target(target)
+    is_input = target == INPUT
+    asked = as_target(None if is_input else target)
     if not isinstance(asked, ClassTarget):
         raise TargetError(f"export: expected a class or None as the target, got {type(asked).__name__}")
     (wanted,) = asked.prepared(Images(1, method.categories)).classes
-    inputs = method.read(example).inputs
+    x = method.read(example).inputs
     # Before the capture: the call fills caches, such as the default layer, whose operations are not part of a program.
-    explanation = method.attribute(inputs, target)
+    explanation = method.attribute(x, wanted)
+    inputs = [x, torch.tensor(explanation.target, device=x.device)] if is_input else [x]
     try:
-        program = _program(method, inputs[:1].detach(), wanted)
+        program = _program(method, [tensor[:1].detach() for tensor in inputs], wanted, is_map=is_map)
     except SaliencyError as error:
         reason = str(error).removeprefix(f"{method.name}: ")
         raise type(error)(f"export: {method.name} cannot be a program: {reason}") from error
@@ -152,8 +170,7 @@ def captured(
         raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
     for node in program.graph.nodes:
         node.meta = {"val": node.meta.get("val")}  # not its origin: names of files of this machine
-    metadata = _metadata(method, explanation, target)
-    return program, metadata, partial(_require_equal, method, explanation, inputs)
+    return program, explanation, inputs
 
 
 def _metadata(method: Attribution, explanation: Explanation, target: int | str | None) -> dict[str, str]:
@@ -167,7 +184,7 @@ def _metadata(method: Attribution, explanation: Explanation, target: int | str |
         "title": explanation.title,
         "settings": json.dumps(explanation.settings),
         "layer": explanation.layer or "",
-        "target": "" if target is None else explanation.target_names[0],
+        "target": INPUT if target == INPUT else "" if target is None else explanation.target_names[0],
         "units": explanation.units,
         "sign": explanation.sign,
         "classes": json.dumps(method.categories),
@@ -179,7 +196,7 @@ class ProgramQuestions(Questions):
     """Questions about the class of each image as a tensor (N,), which the program computes.
 
     Args:
-        wanted: The class index, or None for the top class.
+        wanted: The class index; None for the top class; or a tensor (N,) of indices, negative for the top class.
         score: The score of the class in the first output of the model.
         images: The images.
 
@@ -188,8 +205,8 @@ class ProgramQuestions(Questions):
         index: (N,) the classes.
     """
 
-    def __init__(self, wanted: int | None, score: ClassScore, images: Images) -> None:
-        super().__init__(wanted, images)
+    def __init__(self, wanted: int | Tensor | None, score: ClassScore, images: Images) -> None:
+        super().__init__(None, images)
         self._wanted, self._score = wanted, score
         self.scores: Tensor | None = None
         self.index = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -201,11 +218,13 @@ class ProgramQuestions(Questions):
         scores = class_scores(output)
         if self.scores is None:
             first = self.scores = scores.detach()
-            if self._wanted is not None:
+            if isinstance(self._wanted, int):
                 self.index = torch.full_like(first[:, 0], self._wanted, dtype=torch.int64)
             else:
                 is_second = first[:, 0] > threshold(self._score.link)
                 self.index = is_second.long() if self._score.is_binary else first.argmax(1)
+                if self._wanted is not None:
+                    self.index = torch.where(self._wanted < 0, self.index, self._wanted)
         if self._score.is_binary:
             return scores[:, 0] * (2 * self.index - 1)
         return scores.gather(1, self.index[:, None]).squeeze(1)
@@ -229,49 +248,61 @@ class ProgramQuestions(Questions):
         return other
 
 
-def _program(method: Attribution, image: Tensor, wanted: int | None) -> ExportedProgram:
-    """Return the program of a method, for images like `image` (1, C, H, W)."""
+def _program(method: Attribution, inputs: Sequence[Tensor], wanted: int | None, *, is_map: bool) -> ExportedProgram:
+    """Return the program of a method, for inputs like these: an image (1, C, H, W), and perhaps a class (1,)."""
     if isinstance(method, MultiPassAttribution) and method.chunk == "auto":
         method = copy.copy(method)
         method.chunk = MOST_PASSES  # each chunk repeats the operations of the model in the program
     with prepared_for_attribution(method.model, layout=method.layout):
-        score = ClassTarget((wanted,)).find(run_model(method.model, image), method.images(image))
+        score = ClassTarget((wanted,)).find(run_model(method.model, inputs[0]), method.images(inputs[0]))
 
-        def explain(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            with tracing(x):
-                questions = ProgramQuestions(wanted, score, Images(len(x)))
+        def explain(x: Tensor, *classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            with tracing(x, *classes):
+                questions = ProgramQuestions(classes[0] if classes else wanted, score, Images(len(x)))
                 result = method.explain(x, questions)
-                maps = reduce_channels(result.values, method.sign)
-                maps = maps.clamp(min=0) if method.sign == "positive" else maps
-                return cast("Tensor", questions.scores), questions.index, resized(maps, x.shape[2:])
+                values = result.values.detach()
+                if is_map:
+                    maps = reduce_channels(values, method.sign)
+                    values = resized(maps.clamp(min=0) if method.sign == "positive" else maps, x.shape[2:])
+                return cast("Tensor", questions.scores), questions.index, values
 
-        graph = capture(explain, image, method.model, one_by_one=isinstance(method, MultiPassAttribution))
-    batch = image.repeat(2, *[1] * (image.dim() - 1))
+        graph = capture(explain, inputs, method.model, one_by_one=isinstance(method, MultiPassAttribution))
+    batch = Dim("batch")
     with torch.no_grad():
-        return torch.export.export(graph, (batch,), dynamic_shapes=({0: Dim("batch")},), strict=False)
+        pairs = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
+        return torch.export.export(graph, pairs, dynamic_shapes=tuple({0: batch} for _ in inputs), strict=False)
 
 
-def _require_equal(method: Attribution, explanation: Explanation, inputs: Tensor, run: ProgramRun, name: str) -> None:
+def _require_equal(
+    method: Attribution, explanation: Explanation, inputs: Sequence[Tensor], run: ProgramRun, name: str
+) -> None:
     """Raise NotApplicableError if a program gives another map of an image than `attribute`, by more than rounding.
 
     The program runs on the images of the explanation, and on another number of images.
     """
+    x = inputs[0]
+    other = [torch.cat([part, part]) if len(x) == 1 else part[:1] for part in inputs]
+    require_close(method, explanation, x, [run(*inputs)[2], run(*other)[2][:1]], name)
+
+
+def require_close(method: Attribution, explanation: Explanation, x: Tensor, runs: Sequence[Tensor], name: str) -> None:
+    """Raise NotApplicableError if maps of the first images of an explanation differ by more than rounding."""
     expected = heatmap(explanation)
     largest = expected.abs().flatten(1).amax(1).clamp(min=torch.finfo(expected.dtype).tiny)
 
     def differences(maps: Tensor) -> Tensor:
-        return (maps.to(expected) - expected).abs().flatten(1).amax(1) / largest  # (N,)
+        return (maps.to(expected) - expected[: len(maps)]).abs().flatten(1).amax(1) / largest[: len(maps)]  # (N,)
 
-    errors, digit = differences(run(inputs)[2]), torch.finfo(inputs.dtype).eps
-    batch = torch.cat([inputs, inputs]) if len(inputs) == 1 else inputs[:1]
-    errors[0] = torch.maximum(errors[0], differences(run(batch)[2][:1])[0])
+    errors, digit = torch.zeros_like(largest), torch.finfo(x.dtype).eps
+    for maps in runs:
+        errors[: len(maps)] = torch.maximum(errors[: len(maps)], differences(maps))
     allowed, random = torch.full_like(errors, max(MOST_DIFFERENCE, digit)), torch.Generator().manual_seed(0)
     for _ in range(COPIES):
         if (errors <= allowed).all():
             return
-        noise = torch.randn(inputs.shape, generator=random, dtype=torch.float32, device="cpu").to(inputs)
+        noise = torch.randn(x.shape, generator=random, dtype=torch.float32, device="cpu").to(x)
         with warnings.catch_warnings(action="ignore"):
-            other = method.attribute(inputs + digit * inputs.abs().clamp(min=1) * noise, list(explanation.target))
+            other = method.attribute(x + digit * x.abs().clamp(min=1) * noise, list(explanation.target))
         allowed = torch.maximum(allowed, (2 * differences(heatmap(other))).clamp(max=MOST_ROUNDING))
     if not (errors <= allowed).all():
         worst = (errors - allowed).argmax()
@@ -285,7 +316,7 @@ OUTPUTS = ("scores", "classes", "map")
 
 
 def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a program as an ONNX file with the input `image`, the outputs `OUTPUTS`, and metadata as `metadata_props`.
+    """Write a program as an ONNX file with its inputs, the outputs `OUTPUTS`, and metadata as `metadata_props`.
 
     Stack traces, which name files of this machine, are left out. Weights of more than 2 GB are in a second file beside
     the first.
@@ -300,7 +331,7 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     options: dict[str, Any] = {"dynamo": True, "optimize": False, "verbose": False}
     try:
         forward = program.run_decompositions(dict(FOR_ONNX))  # all, because operations in place were left
-        translated = torch.onnx.export(forward, input_names=["image"], output_names=OUTPUTS, **options)
+        translated = torch.onnx.export(forward, output_names=OUTPUTS, **options)
     except torch.onnx.OnnxExporterError as error:
         named = re.search(r"(aten|prims)\.\w+", str(error))
         raise NotApplicableError(f"export: ONNX cannot express {named[0] if named else error}") from error
@@ -312,8 +343,8 @@ def write_onnx(program: ExportedProgram, path: Path, metadata: Mapping[str, str]
     written.save(path)
 
 
-def run_onnx(path: Path, x: Tensor) -> list[Tensor]:
-    """Return the outputs of an ONNX file for images (N, C, H, W), from ONNX Runtime on the CPU.
+def run_onnx(path: Path, *inputs: Tensor) -> list[Tensor]:
+    """Return the outputs of an ONNX file for images (N, C, H, W), and perhaps classes (N,), on the CPU.
 
     Raises:
         NotApplicableError: ONNX Runtime cannot run the file.
@@ -323,8 +354,9 @@ def run_onnx(path: Path, x: Tensor) -> list[Tensor]:
     options.log_severity_level = 4  # no warnings: errors are raised
     try:
         session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        outputs = session.run(OUTPUTS, {"image": x.numpy(force=True)})
+        arrays = [tensor.numpy(force=True) for tensor in inputs]
+        outputs = session.run(OUTPUTS, dict(zip(INPUTS, arrays, strict=False)))
     except Exception as error:  # of many types
-        hint = "; convert the model to float32" if x.dtype in (torch.float64, torch.bfloat16) else ""
+        hint = "; convert the model to float32" if inputs[0].dtype in (torch.float64, torch.bfloat16) else ""
         raise NotApplicableError(f"export: ONNX Runtime cannot run the file: {error}{hint}") from error
     return [torch.from_numpy(output) for output in outputs]

@@ -7,14 +7,13 @@ of its results.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from ..attribution.forward import TargetGradients
 from ..errors import NotApplicableError
@@ -101,6 +100,20 @@ class Multipliers:
         self.unknown: Unknown = unknown
         self._frees = frees
         self._base = dict(zip(grads.nodes, map(base.forward.operations.operation, base.nodes), strict=True))
+        self.touching = self._find_touching(grads)
+
+    def _find_touching(self, grads: TargetGradients) -> set[Node]:
+        """Return the pointwise functions, except ReLUs, with an operand that is somewhere the same for both inputs."""
+        touching = dict[Node, Tensor]()
+        for node, base in self._base.items():
+            operation = grads.forward.operations.operation(node)
+            if operation is None or base is None or not is_pointwise(operation.op) or operation.name == "relu":
+                continue
+            x, x0 = (next(iter(recorded.args.values())) for recorded in (operation, base))
+            if isinstance(x, Tensor) and x.shape == x0.shape:
+                touching[node] = (x == x0).any()
+        read = torch.stack([*touching.values()]).tolist() if touching else []  # one transfer from the device
+        return {node for node, is_touching in zip(touching, read, strict=True) if is_touching}
 
     def __call__(self, visit: Visit) -> Gradients:
         """Return the multipliers of the operands of a node."""
@@ -193,11 +206,15 @@ def _pointwise(step: MultiplierStep) -> Gradients:
     if x.x.dtype != visit.grad.dtype:  # the weights of a PReLU too
         operation = replace(operation, kept_args=tree_map_tensors(operation.args, at_least_float32))
     change = x.change
-    y, y0 = (operation.repeat(**{name: value}) for value in x)
-    rise = y.sub_(y0)
-    slope = rise / change
-    if not math.isfinite(float(slope.sum())):  # 0 / 0 becomes the derivative
-        slope = rise.add_(derivative(operation, x.x), alpha=TINY).div_(change.add_(TINY))
+    if operation.name == "relu":  # the part of the change above zero; for no change, 1 above zero
+        slope = torch.maximum(*x).div_(change.abs_().add_(TINY)).clamp_(0, 1)
+    else:
+        y, y0 = (operation.repeat(**{name: value}) for value in x)
+        slope = y.sub_(y0)
+        if visit.node in cast("Multipliers", visit.walk.rule).touching:  # 0 / 0 becomes the derivative
+            slope.add_(derivative(operation, x.x), alpha=TINY)
+            change.add_(TINY)
+        slope.div_(change)
     return (slope.mul_(step.grad), *[None] * (len(visit.on_path) - 1))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -147,6 +150,20 @@ def test_a_fixed_class_is_explained_whatever_the_scores() -> None:
     assert largest_difference(saliency.GradCAM(PooledNet().eval()), 32, target=3) <= 1e-6
 
 
+@pytest.mark.parametrize("cls", [saliency.GradCAM, saliency.IntegratedGradients])  # one program, and a mapped one
+def test_the_class_is_an_input_of_the_program_for_the_target_input(cls: type[saliency.Attribution]) -> None:
+    method, x = cls(PooledNet().eval(), **cls.preview_options), images(3)
+    program, metadata, check = captured(method, images(1), "input")
+    assert metadata["target"] == "input"
+    check(program.module(), "the program")
+    asked = torch.tensor([4, -1, 0])
+    scores, classes, maps = program.module()(x, asked)
+    expected = method.attribute(x, [4, None, 0])
+    assert tuple(classes.tolist()) == expected.target
+    torch.testing.assert_close(scores.gather(1, classes[:, None])[:, 0], expected.scores)
+    torch.testing.assert_close(maps, saliency.heatmap(expected))
+
+
 def test_one_number_per_image_explains_the_class_of_its_sign() -> None:
     model = nn.Sequential(PooledNet(), nn.Linear(5, 1)).eval()
     with torch.no_grad():
@@ -184,6 +201,22 @@ def test_the_file_runs_without_this_package(tmp_path: Path) -> None:
     assert json.loads(metadata["classes"]) == ["a", "b", "c", "d", "e"]
     assert json.loads(metadata["preprocess"])["size"] == [32, 32]
     assert (metadata["method"], metadata["layer"], metadata["torch"]) == ("grad_cam", "features", torch.__version__)
+
+
+def test_the_example_of_a_server_answers_an_image_with_its_heatmap(tmp_path: Path) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    server = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "server.py"))
+    method = saliency.GradCAM(PooledNet().eval(), categories=list("abcde"), preprocess={"size": (32, 48)})
+    photo = Image.effect_noise((64, 50), 60).convert("RGB")
+    saliency.export(method, tmp_path / "model.pt2", photo)
+    photo.save(file := io.BytesIO(), "PNG")
+    client = testclient.TestClient(server["create"](str(tmp_path / "model.pt2")))
+    answer = client.post("/", content=file.getvalue())
+    assert answer.headers["class"] == method.attribute(photo).target_names[0]
+    drawn = Image.open(io.BytesIO(answer.content))
+    assert drawn.size == photo.size
+    assert np.abs(np.asarray(drawn, float) - np.asarray(photo, float)).max() > 20
+    assert (client.post("/", content=b"no image").status_code, client.get("/").status_code) == (400, 405)
 
 
 def test_the_model_is_unchanged() -> None:
@@ -260,10 +293,10 @@ def test_a_difference_of_an_image_is_accepted_up_to_the_effect_of_its_last_digit
         return replace(exact, values=exact.values * torch.tensor(factors)[:, None, None, None])
 
     monkeypatch.setattr(saliency.VanillaGradient, "attribute", lambda self, *_: scaled(1.02, 1.0))
-    _require_equal(method, scaled(1.01, 1.0), x, program, "the program")
+    _require_equal(method, scaled(1.01, 1.0), [x], program, "the program")
     monkeypatch.setattr(saliency.VanillaGradient, "attribute", lambda self, *_: scaled(1.01, 1.02))
     with pytest.raises(NotApplicableError, match=r"by 0\.01 of its maximum"):
-        _require_equal(method, scaled(1.01, 1.0), x, program, "the program")
+        _require_equal(method, scaled(1.01, 1.0), [x], program, "the program")
 
 
 def test_a_difference_beyond_rounding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

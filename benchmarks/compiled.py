@@ -1,0 +1,61 @@
+"""Compiled calls against eager calls, in turn on one thread: CPU time, and the time of the first, compiling call."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torchvision
+from torch import nn
+
+import saliency
+from benchmarks.timing import interleaved, ratio
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "efficientnet_lite0": partial(saliency.load, "efficientnet_lite0"),
+    "resnet50": torchvision.models.resnet50,
+}
+CELLS: Sequence[tuple[str, int, Sequence[type[saliency.Attribution]]]] = (
+    (
+        "efficientnet_lite0",
+        1,
+        (saliency.GradCAM, saliency.VanillaGradient, saliency.GuidedBackprop, saliency.LRP, saliency.AttnLRP),
+    ),
+    ("resnet50", 8, (saliency.GradCAM, saliency.GuidedBackprop, saliency.LRP)),
+)
+
+
+def row(name: str, batch: int, method: saliency.Attribution) -> str:
+    """Return a row of the table."""
+    x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    fast, start = method.compile(), time.process_time()
+    explanation, exact = fast.attribute(x), method.attribute(x)
+    first = time.process_time() - start
+    difference = float((explanation.values - exact.values).abs().max() / exact.values.abs().max())
+    times = interleaved({"eager": lambda: method.attribute(x), "compiled": lambda: fast.attribute(x)}, 30)
+    eager, share = 1000 * min(times["eager"].cpu), ratio(times["compiled"], times["eager"])
+    return f"| {name} | {batch} | {method.name} | {eager:.0f} | {share:.2f} | {difference:.0e} | {first:.0f} |"
+
+
+def main() -> None:
+    """Print the table."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print("\nCPU time at 224 px, one thread; the largest difference as a fraction of the largest value\n")
+    print("| network | images | method | eager, ms | compiled over eager | difference | first call, s |")
+    print("|---|---|---|---|---|---|---|")
+    for name, batch, classes in CELLS:
+        torch.manual_seed(0)
+        model = NETWORKS[name]().eval()
+        for cls in classes:
+            print(row(name, batch, cls(model)), flush=True)
+    model = NETWORKS["efficientnet_lite0"]().eval()
+    for many in (saliency.IntegratedGradients(model, steps=32), saliency.RISE(model, passes=100)):
+        print(row("efficientnet_lite0", 1, many), flush=True)
+
+
+if __name__ == "__main__":
+    main()
