@@ -380,9 +380,9 @@ def fold_batch_norms(features: nn.Sequential) -> None:
             features[index] = fuse_conv_bn_eval(*pair)
 
 
-def train_network(name: str, watermarked: Sequence[float] = MARKED) -> Any:
-    """Return a trained network; the watermark is for `shapes_shortcut`."""
-    torch.manual_seed(0)
+def train_network(name: str, watermarked: Sequence[float] = MARKED, *, seed: int = 0) -> Any:
+    """Return a trained network; the watermark is for `shapes_shortcut`, and the seed is of the initial weights."""
+    torch.manual_seed(seed)
     model: Any = NETWORKS[name].build()
     steps, rate, tasks = SCHEDULES[name]
     loss_of: Callable[..., Tensor] = LOSSES.get(name, class_loss)

@@ -152,7 +152,7 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        f"IMAGE --quiet --recursive {_MODEL} --out --sheet --save --trust --seconds",
+        f"IMAGE --json --quiet --recursive {_MODEL} --out --sheet --save --trust --seconds",
         "commands:explain",
         f"""\
 examples:
@@ -161,6 +161,7 @@ examples:
   saliency explain photos/ --method all --sheet --out maps
   saliency explain *.jpg --model resnet50 --layer layer3 --set opacity=0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
+  saliency explain cat.jpg --json | jq '.[].probability'
   saliency explain cat.jpg --model open_clip/ViT-B-32 -t text:cat text:dog
   saliency explain street.jpg --model mine.py:detector --target box:210,110
   saliency explain cat.jpg --model mine.py:unet --target region:cat:border

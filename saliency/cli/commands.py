@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -60,6 +61,12 @@ from .lists import noise
 SHEET = "sheet.png"
 THUMB = 240
 
+FACTS = (
+    *("source", "method", "target", "name", "probability", "score", "layer", "residual", "notes", "overlay", "map"),
+    *("error", "error_kind"),
+)
+"""The columns that `explain --json` prints; paths are relative to the output folder."""
+
 METRICS = ("deletion", "insertion")
 """The metrics by default of `evaluate`."""
 
@@ -79,8 +86,8 @@ class CollectingMapper(ExplainMapper):
     def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
         """Write the files of one image, and yield its rows."""
         for row in ExplainMapper.write(self, loaded, results):  # not super(), which classes with slots lack
-            self.rows.append(row)
             explanation = results.explanations.get(row["method"]) if row["overlay"] else None
+            self.rows.append(row | {"notes": [note for note in getattr(explanation, "notes", ()) if note]})
             if self.thumbs is not None and isinstance(explanation, Explanation) and loaded.volume is None:
                 frame = shrink(loaded.frame(), THUMB)
                 sign = self.output.style.sign or explanation.sign
@@ -105,11 +112,12 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         found = _find_images(arguments, more_images, texts, Path(scratch))
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, found.entries, screen)
-            screen.say_left_out(found.left_out, found.others)
+            if not arguments.json:
+                screen.say_left_out(found.left_out, found.others)
             return code
-        writes_more = len(found.entries) * len(methods) != 1 or any((arguments.sheet, arguments.save, arguments.trust))
-        if writes_more or screen.is_terminal:
-            hint = "give one image and one method, and no --sheet, --save or --trust"
+        more = (arguments.sheet, arguments.save, arguments.trust, arguments.json)
+        if len(found.entries) * len(methods) != 1 or any(more) or screen.is_terminal:
+            hint = "give one image and one method, and no --sheet, --save, --trust or --json"
             raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, found.entries, Screen(quiet=True))
@@ -147,8 +155,8 @@ def _explain_inputs(
     arguments: argparse.Namespace, methods: Sequence[str], inputs: Mapping[str, Any], screen: Screen
 ) -> int:
     """Explain one case of a model with several inputs: a figure and the shares of each method, and the overlays."""
-    if arguments.sheet or arguments.trust or arguments.out == Path("-"):
-        raise UsageError("--sheet, --trust and -o - are for models of one image; the inputs of a case are one figure")
+    if arguments.sheet or arguments.trust or arguments.json or arguments.out == Path("-"):
+        raise UsageError("--sheet, --trust, --json and -o - are for models of one image; a case is one figure")
     settings, style = split_style(arguments, methods)
     options = NetworkOptions.of({**vars(arguments), "methods": methods, "options": settings})
     drawn: dict[str, Any] = {name: value for name, value in asdict(style).items() if name != "format"}
@@ -210,9 +218,12 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         raise
     finally:
         screen.name_subject("")
-        failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
+        shown = Screen(quiet=True) if arguments.json else screen
+        failures = _print_results(rows, expected_errors(arguments), arguments.out, shown)
     if thumbs:
-        _write_sheet(list(thumbs.values()), methods, output.style, screen, out)
+        _write_sheet(list(thumbs.values()), methods, output.style, shown, out)
+    if arguments.json:
+        print(json.dumps([{name: row[name] for name in FACTS} for row in rows], indent=1))
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
