@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     pages = {"batch/report/page.html", "explorer/page/page.html", "frontend/shared.css", "frontend/sample.jpg"}
     data = {"saliency/py.typed", "saliency/__init__.pyi", *(f"saliency/{page}" for page in pages)}
-    weights = {f"saliency/testbed/{name}.pt" for name in NETWORKS}
+    weights = {f"saliency/testbed/{name}.safetensors" for name in NETWORKS}
     missing = (data | weights) - names
     if missing:
         sys.exit(f"{wheel} has no {', '.join(sorted(missing))}")
