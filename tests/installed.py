@@ -46,6 +46,8 @@ try:
     saliency.LIME(network, preprocess=preprocess).attribute(photo, 1)
 except saliency.errors.DependencyError as error:
     print(error)
+import saliency_toolkit
+assert saliency_toolkit.GradCAM is saliency.GradCAM
 print("saliency", saliency.__version__, "from the wheel explains and draws")
 """
 
