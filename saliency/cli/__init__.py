@@ -94,7 +94,7 @@ def command_parser(name: str) -> Parser:
     """Create the parser of a command."""
     command = COMMANDS[name]
     description = f"{command.summary[0].upper()}{command.summary[1:]}."
-    optional = ("METHOD", "MODEL", "FOLDER", "PATTERN")
+    optional = ("METHOD", "MODEL", "FOLDER", "PATTERN", "RUN_SAME")
     positional = command.options.partition(" --")[0].split()
     words = " ".join(f"[{word}]" if word in optional else word for word in positional)
     about = {"description": description, "usage": f"saliency {name} {words} [options]", "epilog": command.help}
@@ -309,6 +309,26 @@ package. The file holds the class names and the preprocessing.
 examples:
   saliency report maps --title "Scans of May"
   saliency report maps --csv                   (writes maps/manifest.csv)
+""",
+    ),
+    "compare": Command(
+        "compare the maps of two batch folders; for methods, see saliency evaluate",
+        "RUN_A RUN_B RUN_SAME --quiet --null --fail-under --out",
+        "batch_commands:compare",
+        """\
+examples:
+  saliency compare before after --null
+  saliency compare before after other_seed --fail-under 0.9 --out compared
+
+All folders are of saliency batch --maps, over the same images. The yardstick is
+how far maps move without a reason: between RUN_A and each RUN_SAME, a run that
+differs only in a seed, or by mirrored images (--null). Without a yardstick, the
+maps are measured, and none is marked as changed.
+
+files:
+  DIR/comparison.html  classes and images, the most changed ones first
+  DIR/comparison.json  the same as JSON
+  DIR/comparison.xml   JUnit: a case for each class, which fails if it changed
 """,
     ),
     "methods": Command(

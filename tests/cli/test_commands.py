@@ -515,7 +515,10 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
     [
         (["explan", "x.jpg"], 'no command "explan"; did you mean "explain"?'),
         ([str(COFFEE)], f"to explain it: saliency explain {COFFEE}"),
-        (["qqqq"], "there are explain, batch, evaluate, trust, serve, export, report, methods, layers, models"),
+        (
+            ["qqqq"],
+            "there are explain, batch, evaluate, trust, serve, export, report, compare, methods, layers, models",
+        ),
         (["--verbose"], "unrecognized arguments: --verbose"),
         (["explain"], "no image was given; try: saliency explain photo.jpg"),
         (["models", "efficientnet_lite9"], 'no model matches "efficientnet_lite9"; did you mean'),
