@@ -2,6 +2,7 @@
 
 compare: 20 times 100 scenes. `shapes_cnn` is compared with a copy of itself, with `shapes_shortcut`, and with networks
 of the same training from other initial weights, which are trained here, in 8 minutes, and kept in build/runs.
+groups: 20 times 200 circles, of which 5 % have a watermark, and 2 times 50 times 200 circles without.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from PIL import Image
@@ -21,8 +22,11 @@ from torch import nn
 import saliency
 from benchmarks.train_testbed import train_network
 from saliency.batch import batch
+from saliency.batch.groups import Group, View, groups
 from saliency.batch.runs import ImageChange, RunComparison, compare_runs
+from saliency.evaluation.comparison import LEVEL
 from saliency.testbed import Task, draw_scenes
+from saliency.testbed.shapes import SIZE
 
 BUILD = Path(__file__).parents[1] / "build" / "runs"
 SEEDS, IMAGES, FIRST = 20, 100, 3_000_000
@@ -87,7 +91,7 @@ def compare() -> None:
             changes = {name: changes_of(runs["cnn"], run) for name, run in runs.items() if name != "cnn"}
             seeds = [f"seed {seed}" for seed in range(1, NETWORKS + 1)]
             mirrored = compare_runs(runs["cnn"], runs["copy"], mirrored=True).images
-            by_name = {row.name: row.chance for row in mirrored}
+            by_name = {row.name: row.chance or 0.0 for row in mirrored}
             changes["mirrored"] = [replace(row, moved=by_name[row.name]) for row in changes["copy"]]
             for name in ("copy", "shortcut"):
                 for same in (seeds[:1], seeds[:3], seeds, ["mirrored"]):
@@ -112,10 +116,54 @@ def compare() -> None:
                 say(f"{task}, SmoothGrad, another draw; 1 draw", against(changes, "1", ["2"]))
 
 
+def circles(seed: int, share: float, corner: str, count: int = 200) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images of circles, and which of them have a watermark, at the upper left or the farthest corner."""
+    scenes = draw_scenes(6 * count, seed=FIRST + seed, task="shortcut", watermarked=(share, 0, 0, 0, 0))
+    kept = (scenes.labels == 0).nonzero()[:count, 0]
+    marked = scenes.watermark[kept].flatten(1).any(1)
+    if corner == "farthest":
+        return scenes.images[kept], marked
+    images, pixels = scenes.without(scenes.watermark)[kept], torch.arange(SIZE)
+    stripes = 255 * (0.1 + 0.8 * ((pixels + pixels[:, None]) % 4 < 2).float())
+    images[marked, :, 2:8, 2:14] = stripes[2:8, 2:14].to(torch.uint8)
+    return images, marked
+
+
+def found_groups(images: torch.Tensor, model: str, view: View) -> list[Group]:
+    """Return the groups of one class of images."""
+    with tempfile.TemporaryDirectory() as name:
+        write_scenes(Path(name, "photos"), images)
+        return list(groups(run(Path(name, "photos"), Path(name, "run"), model, target=0), view))
+
+
+def find_groups() -> None:
+    print("| circles | view | the watermark's group is first | it alone | p < 0.05 |")
+    print("|---|---|---|---|---|")
+    for corner in ("upper left", "farthest"):
+        for view in get_args(View):
+            first = alone = clear = 0
+            for seed in range(SEEDS):
+                images, marked = circles(seed, 0.05, corner)
+                found = found_groups(images, "shapes_shortcut", view)
+                best = found[0] if found else None
+                inside = {int(Path(overlay).name[:5]) for overlay in best.examples} if best else set()
+                hits = sum(bool(marked[index]) for index in inside)
+                first += bool(best) and hits == len(inside)
+                alone += bool(best) and best.images == int(marked.sum()) and hits == len(inside)
+                clear += bool(best) and best.p < LEVEL
+            print(f"| watermark, {corner} corner | {view} | {first} of {SEEDS} | {alone} | {clear} |", flush=True)
+    for model in ("shapes_shortcut", "shapes_cnn"):
+        clear = sum(
+            bool(found) and found[0].p < LEVEL
+            for found in (found_groups(circles(seed, 0, "farthest")[0], model, "channels") for seed in range(50, 100))
+        )
+        print(f"| without watermark, `{model}` | channels | | | {clear} of 50 |", flush=True)
+
+
 def changes_of(first: Path, second: Path) -> list[ImageChange]:
     return sorted(compare_runs(first, second).images, key=lambda change: change.name)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"compare": compare}[sys.argv[1]]()
+    {"compare": compare, "groups": find_groups}[sys.argv[1]]()

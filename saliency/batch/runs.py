@@ -9,10 +9,12 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import ImageOps
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attribution.base import get_method
 from ..attribution.estimates import rank_correlation
@@ -32,9 +34,10 @@ from ..io.geometry import Box, ImageBox
 from ..io.preprocess import drawable
 from ..tables import Column, Table, number, share
 from .failures import BatchError
+from .listing import ImageEntry
 from .manifest import MANIFEST, Row, read_rows
 from .network import create_method, load_model
-from .options import NetworkOptions
+from .options import NetworkOptions, OutputOptions, fingerprint
 from .store import read_head, read_listing
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
@@ -152,12 +155,7 @@ class RunComparison(Table[ClassChange]):
         }
         durable_write(folder / NAMES[1], [(json.dumps(content, indent=1) + "\n").encode()])
         durable_write(folder / NAMES[2], [ET.tostring(self._junit(), "utf-8", xml_declaration=True)])
-        page = files(__package__).joinpath("runs.html").read_text("utf-8")
-        shown = "\n".join(_figure(change, folder) for change in self.images[:MOST])
-        parts = {"tables": self.to_html(), "images": shown}
-        for name, part in parts.items():
-            page = page.replace(f"<!-- {name} -->", part)
-        return durable_write(folder / NAMES[0], [page.encode("utf-8", "backslashreplace")])
+        return write_page(folder / NAMES[0], self, [_figure(change, folder) for change in self.images[:MOST]])
 
     def _junit(self) -> ET.Element:
         failures = str(sum(row.is_changed for row in self))
@@ -183,7 +181,7 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
         BatchError: A folder has no maps, no image and method is in all runs, or the model of the first run cannot be
             loaded by its name alone for mirrored images.
     """
-    runs = [_SavedRun(folder) for folder in (first, second, *same)]
+    runs = [SavedRun(folder) for folder in (first, second, *same)]
     keys = [key for key in runs[0].rows if all(key in run.rows for run in runs)]
     if not keys:
         raise BatchError(
@@ -203,7 +201,7 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
     return RunComparison(changes)
 
 
-class _SavedRun:
+class SavedRun:
     """A finished run: its folder, its head, and the rows with maps by the name of the image and the method."""
 
     def __init__(self, folder: Path) -> None:
@@ -215,26 +213,36 @@ class _SavedRun:
         self.head = head
 
     def load(self, key: tuple[str, str]) -> Explanation:
+        """Return the saved map of an image and method."""
         return Explanation.load(self.folder / self.rows[key]["map"])
+
+    def network(self, cure: str) -> tuple[NetworkOptions, nn.Module, dict[str, ImageEntry]]:
+        """Return the options of the network, the network, and the images by name.
+
+        Raises:
+            BatchError: The name of the model alone does not load it as in the run. The message ends with the cure.
+        """
+        values = self.head["fingerprint"]
+        options = NetworkOptions(model=values["model"], weights=values["weights"], whole=values["whole"])
+        now = fingerprint(options, OutputOptions())
+        given = [name for name in ("preprocess", "classes", "model source") if values[name] != now[name]]
+        given += ["weights"] * str(values["weights"]).startswith("sha256:")
+        if given:
+            raise BatchError(f"{self.folder}: the {given[0]} of the model is not stored, or has changed; {cure}")
+        return options, load_model(options), {entry.name: entry for entry in read_listing(self.folder)}
 
 
 class _Mirrored:
     """The model of a run, which explains the mirrored images. The maps are mirrored back."""
 
-    def __init__(self, run: _SavedRun) -> None:
-        values = run.head["fingerprint"]
-        given = [name for name in ("preprocess", "classes", "model source") if values[name] is not None]
-        given += ["weights"] * str(values["weights"]).startswith("sha256:")
-        if given or any(row["target"] is None for row in run.rows.values()):
-            reason = f"its {given[0]} is not stored" if given else "it explains other targets than classes"
-            raise BatchError(f"{run.folder} cannot be repeated with mirrored images: {reason}; give a third run")
-        options = NetworkOptions(model=values["model"], weights=values["weights"], whole=values["whole"])
-        model = load_model(options)
-        self._methods = {}
+    def __init__(self, run: SavedRun) -> None:
+        options, model, self._entries = run.network("give a run with another seed instead of --null")
+        self._rows, self._methods, values = run.rows, {}, run.head["fingerprint"]
+        if any(row["target"] is None for row in run.rows.values()):
+            raise BatchError(f"{run.folder} explains other targets than classes; give another run instead of --null")
         for name in dict.fromkeys(method for _, method in run.rows):
             of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
             self._methods[name] = create_method(get_method(name), replace(options, **of_method), model)
-        self._rows, self._entries = run.rows, {entry.name: entry for entry in read_listing(run.folder)}
 
     def explain(self, key: tuple[str, str]) -> Explanation:
         image = drawable(self._entries[key[0]].open())
@@ -254,8 +262,10 @@ def _on_one_grid(explanations: Sequence[Explanation]) -> list[Tensor]:
 
 
 def _box(explanation: Explanation) -> Box:
-    boxes = explanation.boxes
-    return boxes[0].box if boxes and boxes[0] else (0.0, 0.0, *map(float, explanation.input_size[::-1]))
+    if explanation.boxes and explanation.boxes[0]:
+        return explanation.boxes[0].box
+    height, width = explanation.input_size
+    return 0.0, 0.0, float(width), float(height)
 
 
 def _placed(explanation: Explanation, box: Box, area: Box) -> Tensor:
@@ -282,6 +292,14 @@ def _class_change(changes: Sequence[ImageChange], p: float) -> ClassChange:
     return ClassChange(
         first.classes[0], first.method, len(changes), rank, moved, chance, changed, p if chances else None
     )
+
+
+def write_page(path: Path, table: Table[Any], figures: Iterable[str]) -> Path:
+    """Write a page of a table with figures, and return its path."""
+    page = files(__package__).joinpath("runs.html").read_text("utf-8")
+    parts = {"title": html.escape(table.title), "table": table.to_html(), "figures": "\n".join(figures)}
+    page = re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], page)
+    return durable_write(path, [page.encode("utf-8", "backslashreplace")])
 
 
 def _figure(change: ImageChange, folder: Path) -> str:

@@ -331,6 +331,24 @@ files:
   DIR/comparison.xml   JUnit: a case for each class, which fails if it changed
 """,
     ),
+    "groups": Command(
+        "find images of a class that a model recognises by something else",
+        "DIR --quiet --view --seed",
+        "batch_commands:groups",
+        """\
+examples:
+  saliency groups maps                  (loads the model of the run)
+  saliency groups maps --view places
+
+The folder is of saliency batch --maps. The images of each class are divided by
+the features that their maps mark, or by the places of the maps. Without clear
+groups, a class is not listed.
+
+files:
+  DIR/groups.html  the groups with examples and mean maps
+  DIR/groups.csv   their figures
+""",
+    ),
     "methods": Command(
         "list the methods with their papers and costs, or describe one with its options",
         "METHOD --json",

@@ -256,6 +256,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
         Argument("--null", "also compare RUN_A with its model on the mirrored images", dest="mirrored"),
         Argument("--fail-under FRACTION", "exit code 1 if a smaller fraction of the maps is unchanged", type=float),
+        Argument("--view NAME", "channels (default) or places", choices=("channels", "places"), default="channels"),
         Argument("--title TEXT", "title of the page; later runs keep it"),
         Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),

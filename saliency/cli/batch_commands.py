@@ -204,3 +204,17 @@ def compare(arguments: argparse.Namespace, screen: Screen) -> int:
     screen.table([column.title for column in comparison.columns], comparison.cells())
     screen.say(f"written: {visible(comparison.save(arguments.out))}")
     return int(comparison.unchanged < (arguments.fail_under or 0))
+
+
+def groups(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Find groups of the maps of a batch folder, write them, and return the exit code."""
+    from ..batch.groups import groups as find_groups
+    from ..batch.groups import write_groups
+
+    with screen.waiting("grouping the maps"):
+        table = find_groups(**arguments_of(find_groups, arguments))
+    screen.table([column.title for column in table.columns], table.cells())
+    for note in table.notes:
+        screen.say(note)
+    screen.say(f"written: {visible(write_groups(table, arguments.folder))}")
+    return 0
