@@ -517,7 +517,8 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
         ([str(COFFEE)], f"to explain it: saliency explain {COFFEE}"),
         (
             ["qqqq"],
-            "there are explain, batch, evaluate, trust, serve, export, report, compare, groups, methods, layers, models",
+            "there are explain, batch, evaluate, trust, serve, export, report, compare, groups, methods, layers, "
+            "models",
         ),
         (["--verbose"], "unrecognized arguments: --verbose"),
         (["explain"], "no image was given; try: saliency explain photo.jpg"),
