@@ -145,12 +145,13 @@ def find_groups() -> None:
             for seed in range(SEEDS):
                 images, marked = circles(seed, 0.05, corner)
                 found = found_groups(images, "shapes_shortcut", view)
-                best = found[0] if found else None
-                inside = {int(Path(overlay).name[:5]) for overlay in best.examples} if best else set()
+                if not found:
+                    continue
+                inside = {int(Path(overlay).name[:5]) for overlay in found[0].examples}
                 hits = sum(bool(marked[index]) for index in inside)
-                first += bool(best) and hits == len(inside)
-                alone += bool(best) and best.images == int(marked.sum()) and hits == len(inside)
-                clear += bool(best) and best.p < LEVEL
+                first += 2 * hits > len(inside)
+                alone += found[0].images == int(marked.sum()) and hits == len(inside)
+                clear += found[0].p < LEVEL
             print(f"| watermark, {corner} corner | {view} | {first} of {SEEDS} | {alone} | {clear} |", flush=True)
     for model in ("shapes_shortcut", "shapes_cnn"):
         clear = sum(

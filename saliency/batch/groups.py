@@ -211,7 +211,8 @@ def _clusters(states: _Array, random: np.random.Generator) -> NDArray[np.int64]:
 
 
 def _distances(rows: _Array, centres: _Array) -> _Array:
-    return np.square(rows[:, None] - centres[None]).sum(2)
+    squared: _Array = np.square(rows[:, None] - centres[None]).sum(2)
+    return squared
 
 
 def _jaccard(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:

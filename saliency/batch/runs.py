@@ -38,7 +38,7 @@ from .listing import ImageEntry
 from .manifest import MANIFEST, Row, read_rows
 from .network import create_method, load_model
 from .options import NetworkOptions, OutputOptions, fingerprint
-from .store import read_head, read_listing
+from .store import ABOUT, read_head, read_listing
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
 LEAST = 0.1  # of a map that moved beyond chance; two trainings of one network differ by less, but significantly
@@ -184,9 +184,8 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
     runs = [SavedRun(folder) for folder in (first, second, *same)]
     keys = [key for key in runs[0].rows if all(key in run.rows for run in runs)]
     if not keys:
-        raise BatchError(
-            f"no image has a map by the same method in all of {', '.join(str(run.folder) for run in runs)}"
-        )
+        folders = ", ".join(str(run.folder) for run in runs)
+        raise BatchError(f"no image has a map by the same method in all of {folders}")
     sources: list[Callable[[tuple[str, str]], Explanation]] = [run.load for run in runs]
     if mirrored:
         sources.append(_Mirrored(runs[0]).explain)
@@ -205,7 +204,7 @@ class SavedRun:
     """A finished run: its folder, its head, and the rows with maps by the name of the image and the method."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, head = folder, read_head(folder)
+        self.folder, head = folder, read_head(folder) if (folder / ABOUT).is_file() else None
         rows = (row for row, _ in read_rows(folder / MANIFEST) if str(row["map"]).endswith(".safetensors"))
         self.rows: dict[tuple[str, str], Row] = {(row["id"], row["method"]): row for row in rows}
         if head is None or not self.rows:
@@ -254,18 +253,11 @@ class _Mirrored:
 
 def _on_one_grid(explanations: Sequence[Explanation]) -> list[Tensor]:
     """Return the heatmaps (SIDE, SIDE) on a grid over the union of their boxes, with magnitudes that sum to 1."""
-    boxes = [_box(explanation) for explanation in explanations]
+    boxes = [box.box for explanation in explanations for box in explanation.boxes if box]
     sides = list(zip(*boxes, strict=True))
     area = min(sides[0]), min(sides[1]), max(sides[2]), max(sides[3])
     placed = [_placed(explanation, box, area) for explanation, box in zip(explanations, boxes, strict=True)]
     return [maps / maps.abs().sum().clamp(min=torch.finfo(maps.dtype).tiny) for maps in placed]
-
-
-def _box(explanation: Explanation) -> Box:
-    if explanation.boxes and explanation.boxes[0]:
-        return explanation.boxes[0].box
-    height, width = explanation.input_size
-    return 0.0, 0.0, float(width), float(height)
 
 
 def _placed(explanation: Explanation, box: Box, area: Box) -> Tensor:
@@ -286,11 +278,15 @@ def _p_value(changes: Sequence[ImageChange]) -> float:
 
 def _class_change(changes: Sequence[ImageChange], p: float) -> ClassChange:
     chances = [change.chance for change in changes if change.chance is not None]
-    rank, moved = (float(np.mean(values)) for values in zip(*((c.rank, c.moved) for c in changes), strict=True))
-    chance, changed = float(np.mean(chances)) if chances else None, sum(change.is_changed for change in changes)
-    first = changes[0]
     return ClassChange(
-        first.classes[0], first.method, len(changes), rank, moved, chance, changed, p if chances else None
+        name=changes[0].classes[0],
+        method=changes[0].method,
+        images=len(changes),
+        rank=float(np.mean([change.rank for change in changes])),
+        moved=float(np.mean([change.moved for change in changes])),
+        chance=float(np.mean(chances)) if chances else None,
+        changed=sum(change.is_changed for change in changes),
+        p=p if chances else None,
     )
 
 
