@@ -218,7 +218,8 @@ files:
     ),
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --metrics --objects --out --engine --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --metrics --objects --out --model-card "
+        "--engine --workers",
         "commands:evaluate",
         f"""\
 examples:
@@ -239,6 +240,7 @@ files:
                        folder of saliency batch, a tab of its index.html
   DIR/evaluation.json  the same, with mean curves and the values of each image
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
+  DIR/card.md          with --card: methods, figures and limits for a model card
 
 {_EXIT_CODES}""",
         {"--set": "option of the methods or metrics, such as steps=28"},

@@ -289,6 +289,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument(
             "-o --out FILE", _CARD_HELP, name="--card", dest="files", type=_card_file, action="append", default=[]
         ),
+        Argument("--card", "also write card.md, a section of a model card", name="--model-card"),
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),

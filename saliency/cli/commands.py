@@ -382,6 +382,8 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
         screen.say("\n".join(["", *comparison.notes]))
         screen.say(f"table: {visible(comparison.page)}")
+        if arguments.card:
+            screen.say(f"model card: {visible(comparison.save(arguments.out / 'card.md'))}")
     failures = [row for row in comparison.failures if row["error_kind"] not in expected_errors(arguments)]
     for row in failures:
         screen.error(sentence(row["source"], row["method"], row["error"]))
