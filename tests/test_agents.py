@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import saliency
 from benchmarks.agents import TASKS, AgentTask
@@ -45,3 +46,9 @@ def test_the_names_that_agents_read_exist(text: Path) -> None:
         assert (ROOT / file).exists(), file
     for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         ast.parse(block)
+
+
+def test_the_skill_has_the_facts_by_which_agents_find_it() -> None:
+    facts = yaml.safe_load((ROOT / "skills" / "saliency" / "SKILL.md").read_text().split("---\n")[1])
+    assert facts["name"] == "saliency"
+    assert 100 < len(facts["description"]) < 1024
