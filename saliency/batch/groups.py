@@ -145,8 +145,7 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
     options, model, entries = run.network("--view places needs no model")
     batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
     for key, row in run.rows.items():
-        size = (0, 0) if not options.whole else (row["width"], row["height"])
-        batches.setdefault((row["layer"], size), []).append(key)
+        batches.setdefault((row["layer"], (row["input_width"], row["input_height"])), []).append(key)
     for (layer, _), keys in batches.items():
         for start in range(0, len(keys), TOGETHER):
             part = keys[start : start + TOGETHER]
