@@ -193,11 +193,7 @@ def owner(root: Path, version: str) -> Iterator[str]:
 
 
 def main(given: str) -> int:
-    """Run all checks of a tag, print their results, and return the exit code.
-
-    Without a tag, it is that of the version in CITATION.cff.
-    """
-    given = given or f"v{yaml.safe_load((ROOT / 'CITATION.cff').read_text())['version']}"
+    """Run all checks of a tag, print their results, and return the exit code."""
     try:
         version = str(Version(given.removeprefix("v")))
     except InvalidVersion:
