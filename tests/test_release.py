@@ -77,7 +77,7 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("citation", replaced("CITATION.cff", "2030-01-31", "2029-01-31"), "write date-released: 2030-01-31"),
     ("citation", replaced("CITATION.cff", "https://", "https://my."), "write repository-code: https://github.com"),
     ("addresses", replaced("pyproject.toml", "Issues = ", "Bugs = "), "has no address Issues; add it"),
-    ("addresses", replaced("pyproject.toml", "'((?<!!)", "'((?<!!)no"), r"the link docs/\w+\.md is broken"),
+    ("addresses", replaced("pyproject.toml", "'((?<!!)", "'((?<!!)no"), r"the link [\w./]+\.md is broken"),
     (
         "addresses",
         replaced("pyproject.toml", "'\\1https://github.com", "'\\1https://github.org"),
