@@ -50,7 +50,7 @@ help:
 	@echo "  make test-oldest  run the tests closest to PyTorch with the oldest supported one"
 	@echo "  make format       format the code, and fix what the linter can fix"
 	@echo "  make dist         build, check and try the wheel and the sdist"
-	@echo "  make release-check TAG=v1.2.3    print what the release lacks, and what to do"
+	@echo "  make release-check TAG=v1.2.3    print what the release lacks, and what is left for the owner"
 	@echo "  make sheet        draw the picture of the README again"
 	@echo "  make docs         write the site to build/site/html"
 	@echo "  make gallery      draw the pictures of the site that are out of date (slow; re-run to resume)"

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -380,9 +381,9 @@ def fold_batch_norms(features: nn.Sequential) -> None:
             features[index] = fuse_conv_bn_eval(*pair)
 
 
-def train_network(name: str, watermarked: Sequence[float] = MARKED) -> Any:
-    """Return a trained network; the watermark is for `shapes_shortcut`."""
-    torch.manual_seed(0)
+def train_network(name: str, watermarked: Sequence[float] = MARKED, *, seed: int = 0) -> Any:
+    """Return a trained network; the watermark is for `shapes_shortcut`, and the seed is of the initial weights."""
+    torch.manual_seed(seed)
     model: Any = NETWORKS[name].build()
     steps, rate, tasks = SCHEDULES[name]
     loss_of: Callable[..., Tensor] = LOSSES.get(name, class_loss)
@@ -401,9 +402,9 @@ def train_network(name: str, watermarked: Sequence[float] = MARKED) -> Any:
 def save(name: str, model: nn.Module) -> None:
     """Write the weights of a network in float16."""
     weights = model.state_dict().items()
-    torch.save(
-        {key: value.half() if value.is_floating_point() else value for key, value in weights}, weights_file(name)
-    )
+    halves = {key: (value.half() if value.is_floating_point() else value).contiguous() for key, value in weights}
+    about = {"network": name, "trained_by": "benchmarks/train_testbed.py of saliency-toolkit", "license": "MIT"}
+    save_file(halves, weights_file(name), {"format": "pt", **about})
 
 
 # Checks on held-out scenes --------------------------------------------------------------------------------------

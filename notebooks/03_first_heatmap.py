@@ -11,11 +11,22 @@
 # %% [markdown]
 # # Your first heatmap
 #
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/saliency-toolkit/saliency/blob/main/notebooks/03_first_heatmap.ipynb)
+#
 # **Which pixels drove the prediction?** This page answers the question with five methods. All of them are *gradients at
 # the input*: one number for each colour value of each pixel, from one forward and one backward pass.
 #
 # The network is EfficientNet-Lite0, small and pretrained on the 1000 classes of ImageNet. It is installed with the
 # package, so nothing is downloaded here.
+
+# %%
+import os
+import subprocess
+
+if "COLAB_RELEASE_TAG" in os.environ:  # on Colab: install the toolkit, with the photos
+    get = "git clone --depth 1 https://github.com/saliency-toolkit/saliency /content/clone"
+    subprocess.run(f"{get} && pip install -q '/content/clone[all]'", shell=True, check=True)
+    os.chdir("/content/clone/notebooks")
 
 # %%
 # %matplotlib inline

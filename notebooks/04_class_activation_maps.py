@@ -11,9 +11,20 @@
 # %% [markdown]
 # # Class activation maps
 #
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/saliency-toolkit/saliency/blob/main/notebooks/04_class_activation_maps.ipynb)
+#
 # **Where does the network see a class?** The last layers of an image network still have a coarse spatial resolution:
 # here, 7 by 7 cells with 1280 channels each. A class activation map is a sum of the channels, each weighted by its
 # effect on the score.
+
+# %%
+import os
+import subprocess
+
+if "COLAB_RELEASE_TAG" in os.environ:  # on Colab: install the toolkit, with the photos
+    get = "git clone --depth 1 https://github.com/saliency-toolkit/saliency /content/clone"
+    subprocess.run(f"{get} && pip install -q '/content/clone[all]'", shell=True, check=True)
+    os.chdir("/content/clone/notebooks")
 
 # %%
 # %matplotlib inline

@@ -11,8 +11,19 @@
 # %% [markdown]
 # # How sure is this map?
 #
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/saliency-toolkit/saliency/blob/main/notebooks/07_how_sure_is_this_map.ipynb)
+#
 # **A method that draws samples gives an estimate. How far is it from the true value?** Most toolkits do not report
 # this: they only return the mean of the samples. Here every sampling method returns a standard error for each pixel.
+
+# %%
+import os
+import subprocess
+
+if "COLAB_RELEASE_TAG" in os.environ:  # on Colab: install the toolkit, with the photos
+    get = "git clone --depth 1 https://github.com/saliency-toolkit/saliency /content/clone"
+    subprocess.run(f"{get} && pip install -q '/content/clone[all]'", shell=True, check=True)
+    os.chdir("/content/clone/notebooks")
 
 # %%
 # %matplotlib inline

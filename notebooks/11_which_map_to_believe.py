@@ -11,9 +11,20 @@
 # %% [markdown]
 # # Which map to believe
 #
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/saliency-toolkit/saliency/blob/main/notebooks/11_which_map_to_believe.ipynb)
+#
 # **A map that looks right can be wrong. How can you tell?** Measure the map, and compare it with maps that ignore the
 # prediction. A *trust card* does this for one map: a property is clear only if the map is better than all of these
 # controls.
+
+# %%
+import os
+import subprocess
+
+if "COLAB_RELEASE_TAG" in os.environ:  # on Colab: install the toolkit, with the photos
+    get = "git clone --depth 1 https://github.com/saliency-toolkit/saliency /content/clone"
+    subprocess.run(f"{get} && pip install -q '/content/clone[all]'", shell=True, check=True)
+    os.chdir("/content/clone/notebooks")
 
 # %%
 # %matplotlib inline

@@ -11,6 +11,8 @@
 # %% [markdown]
 # # What does the backbone see?
 #
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/saliency-toolkit/saliency/blob/main/notebooks/14_what_does_the_backbone_see.ipynb)
+#
 # **A backbone turns an image into features, long before there is a class.** This page shows the features themselves:
 # which parts of a photo are similar for the network, which pixels an embedding depends on, and whether the answer can
 # be trusted. It uses no labels.
@@ -19,6 +21,15 @@
 #
 # A photo of a cat, its mirror image, and a part of it that is enlarged. They have the same size, so the network reads
 # them as one batch. At 448 pixels instead of 224, its last layer has 14 x 22 cells.
+
+# %%
+import os
+import subprocess
+
+if "COLAB_RELEASE_TAG" in os.environ:  # on Colab: install the toolkit, with the photos
+    get = "git clone --depth 1 https://github.com/saliency-toolkit/saliency /content/clone"
+    subprocess.run(f"{get} && pip install -q '/content/clone[all]'", shell=True, check=True)
+    os.chdir("/content/clone/notebooks")
 
 # %%
 # %matplotlib inline

@@ -1,22 +1,5 @@
 """Which pixels drove the prediction? The public names load on first use."""
 
-import importlib
-
-from . import lazy, tables
-
-# Drawing loads when the first result is shown or saved.
-tables.draw_png = lambda result: importlib.import_module(".render.notebook", __name__).notebook_png(result)
-tables.draw_card = lambda card: importlib.import_module(".render.measurements", __name__).card_png(card)
-lazy.compiled = lambda method, mode: importlib.import_module(".program.compiled", __name__).compiled(method, mode)
-
-
-def _hint(name: str, known: list[str]) -> str:
-    """Return the end of an error about an unknown name: its module, its name here, or the closest public names."""
-    from . import errors, extending
-    from .aliases import public_hint
-
-    modules = [module.__name__ for module in (extending, errors) if name in module.__all__]
-    return f"; it is {modules[0]}.{name}" if modules else public_hint(name, known)
-
-
-__getattr__, __dir__, __all__ = lazy.attach(__name__, __file__, _hint)
+from ._public import __all__ as __all__
+from ._public import __dir__ as __dir__
+from ._public import __getattr__ as __getattr__

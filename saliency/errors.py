@@ -196,9 +196,10 @@ def require_own_folder(folder: Path) -> None:
     if (folder / "core" / "base.py").exists():
         raise DependencyError(
             f'two packages share the folder {folder} and the name saliency: saliency-toolkit, and PAIR\'s "saliency", '
-            "each of which replaces files of the other. Keep one per environment: pip uninstall saliency, then "
-            "pip install --force-reinstall --no-deps saliency-toolkit"
+            "each of which replaces files of the other. Write: import saliency_toolkit as saliency. Or keep one per "
+            "environment: pip uninstall saliency, then pip install --force-reinstall --no-deps saliency-toolkit"
         )
 
 
-require_own_folder(Path(__file__).parent)
+if "saliency_toolkit" not in sys.modules:  # which loads the right files
+    require_own_folder(Path(__file__).parent)

@@ -46,6 +46,8 @@ try:
     saliency.LIME(network, preprocess=preprocess).attribute(photo, 1)
 except saliency.errors.DependencyError as error:
     print(error)
+import saliency_toolkit
+assert saliency_toolkit.GradCAM is saliency.GradCAM
 print("saliency", saliency.__version__, "from the wheel explains and draws")
 """
 
@@ -82,7 +84,7 @@ def main(folder: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     pages = {"batch/report/page.html", "explorer/page/page.html", "frontend/shared.css", "frontend/sample.jpg"}
     data = {"saliency/py.typed", "saliency/__init__.pyi", *(f"saliency/{page}" for page in pages)}
-    weights = {f"saliency/testbed/{name}.pt" for name in NETWORKS}
+    weights = {f"saliency/testbed/{name}.safetensors" for name in NETWORKS}
     missing = (data | weights) - names
     if missing:
         sys.exit(f"{wheel} has no {', '.join(sorted(missing))}")

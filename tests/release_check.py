@@ -171,6 +171,27 @@ def is_date(text: str) -> bool:
         return False
 
 
+def owner(root: Path, version: str) -> Iterator[str]:
+    """Check what only the owner of the project can fill in or do."""
+    if "authors: []" in (root / "paper" / "paper.md").read_text():
+        yield "paper/paper.md has no authors; write their names, affiliations and ORCIDs"
+    if [author.get("name") for author in yaml.safe_load((root / "CITATION.cff").read_text())["authors"]] == [
+        "saliency contributors"
+    ]:
+        yield "CITATION.cff names no person; write family-names and given-names of the authors"
+    recipe = (root / "recipe" / "meta.yaml").read_text()
+    if f'version = "{version}"' not in recipe:
+        yield f'recipe/meta.yaml: write {{% set version = "{version}" %}}'
+    if "sha256: 00000000" in recipe:
+        yield "recipe/meta.yaml: write the sha256 of the sdist, after the release is on PyPI"
+    if "recipe-maintainers: []" in recipe:
+        yield "recipe/meta.yaml: write the names of the maintainers on GitHub"
+    if not git(root, "remote", "get-url", "origin").removesuffix(".git").endswith(urls(root)["Repository"][8:]):
+        yield f"no remote origin at {urls(root)['Repository']}; create the repository there, or change [project.urls]"
+    if not git(root, "tag", "--list", f"v{version}"):
+        yield f"no tag: git tag v{version}, and push the tag"
+
+
 def main(given: str) -> int:
     """Run all checks of a tag, print their results, and return the exit code."""
     try:
@@ -187,6 +208,9 @@ def main(given: str) -> int:
         print(f"{'MISSING' if problems else 'ok':8}{check.__name__.replace('_', ' ')}", flush=True)
         for problem in problems:
             print(f"        - {problem}")
+    print("left for the owner:")
+    for problem in owner(ROOT, version):
+        print(f"        - {problem}")
     print(f"missing: {missing}" if missing else f"nothing is missing: git tag v{version}, and push the tag")
     return int(missing > 0)
 

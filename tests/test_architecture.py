@@ -49,6 +49,7 @@ LAYERS = [
     "testing",
     "extending",
     "cli",
+    "_public",
     "__main__",
 ]
 

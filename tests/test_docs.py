@@ -208,3 +208,23 @@ def test_a_method_of_each_family_from_public_names_keeps_every_promise(name: str
     cls = methods_of_the_page()[name]
     METHODS[name] = cls
     check_method(cls)
+
+
+def test_the_chinese_readme_has_the_code_and_the_number_of_methods_of_the_readme() -> None:
+    english, chinese = README.read_text(), (ROOT / "README.zh.md").read_text()
+    fenced = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    assert fenced.findall(chinese) == fenced.findall(english)
+    assert f"{len(METHODS)} 种归因方法" in chinese
+    for link in re.findall(r"\]\((?!https?://)([^)#]+)\)", chinese):
+        assert (ROOT / link).exists(), link
+
+
+def test_the_paper_states_figures_of_the_benchmarks() -> None:
+    paper = (ROOT / "paper" / "paper.md").read_text()
+    for file in re.findall(r"`(benchmarks/results/[\w.]+)`", paper):
+        assert (ROOT / file).is_file()
+    speed = (ROOT / "benchmarks" / "results" / "speed.md").read_text()
+    for row in ("| grad_cam | cam | 1.012 |", "| five CAMs together | grad_cam | 1.009 |"):
+        assert row in speed
+        assert row.split("| ")[-1].strip(" |") in paper
+    assert f"{len(METHODS)} methods" in paper

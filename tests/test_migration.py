@@ -103,3 +103,14 @@ def test_the_function_for_quantus_returns_maps_as_an_array(names: dict[str, Any]
     )
     assert isinstance(maps, np.ndarray)
     assert maps.shape == (2, 1, *SIZE)
+
+
+def test_the_map_of_a_word_is_its_mean_cross_attention() -> None:
+    (code,) = re.findall(r"^## DAAM.*?^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    session: dict[str, Any] = {"torch": torch, "saliency": saliency}
+    exec(code, session)  # noqa: S102
+    unet, prompt = session["unet"], session["prompt"]
+    (layer,) = session["layers"]
+    assert layer.probabilities.shape == (1, 2, 64, 7)
+    torch.testing.assert_close(session["word"].flatten(), layer.probabilities[0, :, :, 3].mean(0))
+    assert unet(torch.randn(1, 4, 8, 8), prompt).shape == (1, 4, 8, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,6 +86,66 @@ def test_the_package_of_the_same_name_in_the_same_folder_is_an_error_with_the_cu
     (tmp_path / "core" / "base.py").touch()
     with pytest.raises(DependencyError, match=r"PAIR.*pip uninstall saliency.*force-reinstall"):
         require_own_folder(tmp_path)
+
+
+PAIR = {"__init__.py": "from . import core", "core/__init__.py": "", "core/base.py": "", "metrics/__init__.py": ""}
+USE = """
+import saliency_toolkit as saliency
+assert saliency.GradCAM.name == "grad_cam"
+assert "road" in saliency.metrics.METRICS
+assert "GradCAM" in dir(saliency)
+from saliency_toolkit.errors import SaliencyError
+from saliency_toolkit import batch, testing
+import saliency.testing, saliency.errors, saliency as same
+assert saliency.testing is testing and saliency.errors.SaliencyError is SaliencyError
+assert same.GradCAM is saliency.GradCAM
+"""
+
+
+def installed(site: Path, order: str) -> None:
+    """Install the toolkit and files of PAIR's package into a folder, one after the other, as pip does."""
+    for name in order.split():
+        if name == "ours":
+            (site / "saliency" / "__init__.py").unlink(missing_ok=True)
+            for package in ("saliency", "saliency_toolkit"):
+                shutil.copytree(ROOT / package, site / package, copy_function=os.link, dirs_exist_ok=True)
+        for file, text in PAIR.items() if name == "pair" else ():
+            path = site / "saliency" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            path.write_text(text)
+
+
+def run_python(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # noqa: S603
+        [sys.executable, *words], cwd=site, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    "order", ["ours pair", *(pytest.param(order, marks=pytest.mark.slow) for order in ("ours", "pair ours"))]
+)
+def test_the_name_of_the_distribution_imports_the_toolkit_in_any_order_of_installation(
+    tmp_path: Path, order: str
+) -> None:
+    installed(tmp_path, order)
+    used = run_python(tmp_path, "-W", "error", "-c", USE)
+    assert used.returncode == 0, used.stderr
+    listed = run_python(tmp_path, "-m", "saliency_toolkit", "methods", "--help")
+    assert (listed.returncode, listed.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_other_name_says_what_to_do_where_it_can(tmp_path: Path) -> None:
+    installed(tmp_path, "pair ours")
+    refused = run_python(tmp_path, "-c", "import saliency; saliency.GradCAM")
+    assert "Write: import saliency_toolkit as saliency" in refused.stderr
+    installed(tmp_path / "alone", "pair")
+    absent = run_python(tmp_path / "alone", "-c", "import saliency; saliency.GradCAM")
+    assert "module 'saliency' has no attribute 'GradCAM'" in absent.stderr
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert "module 'saliency' has no attribute 'GradCAM'" in page
+    assert "two packages share the folder ... and the name saliency" in page
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:

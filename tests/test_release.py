@@ -77,7 +77,7 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
     ("citation", replaced("CITATION.cff", "2030-01-31", "2029-01-31"), "write date-released: 2030-01-31"),
     ("citation", replaced("CITATION.cff", "https://", "https://my."), "write repository-code: https://github.com"),
     ("addresses", replaced("pyproject.toml", "Issues = ", "Bugs = "), "has no address Issues; add it"),
-    ("addresses", replaced("pyproject.toml", "'((?<!!)", "'((?<!!)no"), r"the link docs/\w+\.md is broken"),
+    ("addresses", replaced("pyproject.toml", "'((?<!!)", "'((?<!!)no"), r"the link [\w./]+\.md is broken"),
     (
         "addresses",
         replaced("pyproject.toml", "'\\1https://github.com", "'\\1https://github.org"),
@@ -168,3 +168,27 @@ def test_the_provisional_names_exist_and_all_others_are_stable() -> None:
     named = set(re.findall(r"`saliency\.(\w+)`", provisional))
     assert named
     assert not named - set(dir(saliency))
+
+
+def test_the_requirements_of_the_recipe_are_those_of_the_project() -> None:
+    text = re.sub(r"{%.*?%}|{{ (\w+) }}", r"\1", (ROOT / "recipe" / "meta.yaml").read_text())
+    recipe = yaml.safe_load(text.replace(">=python_min", "").replace(" python_min", ""))
+    project = release_check.pyproject(ROOT)
+    names = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+
+    def renamed(requirements: list[str]) -> set[tuple[str, ...]]:
+        pairs = [re.fullmatch(r"([\w-]+)\s*(.*)", requirement) for requirement in requirements]
+        return {(names.get(pair[1], pair[1]), pair[2]) for pair in pairs if pair}
+
+    assert renamed(recipe["requirements"]["run"]) - {("python", "")} == renamed(project["project"]["dependencies"])
+    host = renamed(recipe["requirements"]["host"]) - {("python", ""), ("pip", "")}
+    assert host == renamed(project["build-system"]["requires"])
+    scripts = {line.partition(" = ")[0]: line.partition(" = ")[2] for line in recipe["build"]["entry_points"]}
+    assert scripts == project["project"]["scripts"]
+    assert recipe["package"]["name"] == project["project"]["name"]
+
+
+def test_what_is_left_for_the_owner_is_listed() -> None:
+    left = "\n".join(release_check.owner(ROOT, "99.0.0"))
+    for word in ("authors", "family-names", 'version = "99.0.0"', "sha256", "maintainers", "git tag v99.0.0"):
+        assert word in left

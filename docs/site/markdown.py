@@ -14,7 +14,9 @@ OUT = ROOT / "build" / "site"
 PICTURES = ROOT / "build" / "gallery"
 URLS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 PATTERNS = ("*.md", "docs/*.md", "notebooks/README.md", "benchmarks/results/*.md", "assets/*.md")
+_NOT_PAGES = ("AGENTS.md", "README.zh.md")
 FILES = [file.relative_to(ROOT).as_posix() for pattern in PATTERNS for file in sorted(ROOT.glob(pattern))]
+FILES = [file for file in FILES if file not in _NOT_PAGES]
 """The files of the repository that are pages."""
 
 _FENCED = re.compile(r"^((?:```|~~~).*?^(?:```|~~~)[^\S\n]*$)", re.MULTILINE | re.DOTALL)

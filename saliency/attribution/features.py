@@ -20,6 +20,8 @@ from ..model.call import ForwardArgs, arguments_of, model_attribute, prepared_fo
 from ..model.layers import LayoutFunction, feature_layer, find
 from ..targets.boxes import as_place, as_text
 from ..targets.question import QuestionFacts
+from ..validation import check_integer
+from .estimates import generator
 from .explanation import Explanation
 from .forward import Needs, SharedForward
 
@@ -71,19 +73,55 @@ class Features:
         else:
             query = values[:, *cell_at(position, self.frames[image], self.input_size, values.shape[1:], image)]
         maps = F.cosine_similarity(self.values, query[None, :, None, None])[:, None]
-        name, images = f"similarity to {f'{as_text(position)} of ' if position else ''}image {image}", len(maps)
+        name = f"similarity to {f'{as_text(position)} of ' if position else ''}image {image}"
+        return self._explanation(maps, "feature_similarity", name, "cosine similarity")
+
+    def parts(self, count: int, *, seed: int = 0) -> list[Explanation]:
+        """Divide the features into parts, each an explanation of all images: by semi-nonnegative matrix factorisation.
+
+        The features of a cell are approximated by a sum of the features of the parts, with the values of its cell as
+        non-negative weights. The features may have any sign, as those of transformers. The same part has the same
+        features in all images, so pass several images of one kind of object. The values (N, 1, h, w) of a part are
+        fractions of its largest; the largest part is the first.
+
+        Args:
+            count: The number of parts.
+            seed: The seed of the start.
+
+        Raises:
+            LayerError: There are fewer cells than parts, without outliers.
+
+        Source: Ding et al., "Convex and Semi-Nonnegative Matrix Factorizations" (2010),
+            https://doi.org/10.1109/TPAMI.2008.277; Collins et al., "Deep Feature Factorization" (2018),
+            https://arxiv.org/abs/1806.10206.
+        """
+        shown, cells = self._shown.cpu(), self.values.cpu().movedim(1, -1).double()
+        if check_integer("count", count) > int(shown.sum()):
+            raise LayerError(f'the features of layer "{self.layer}" have {int(shown.sum())} cells for {count} parts')
+        weights = _semi_nmf(cells[shown], count, seed)  # (M, count)
+        weights = weights[:, weights.sum(0).argsort(descending=True)]
+        maps = torch.zeros(*shown.shape, count, dtype=weights.dtype, device="cpu")
+        maps[shown] = weights / weights.amax(0).clamp(min=1e-30)
+        names = [f"part {number + 1} of {count}" for number in range(count)]
+        parts = zip(maps.movedim(-1, 0)[:, :, None].to(self.values), names, strict=True)
+        return [
+            self._explanation(part, "feature_parts", name, "fraction of the largest weight") for part, name in parts
+        ]
+
+    def _explanation(self, maps: Tensor, method: str, name: str, units: str) -> Explanation:
+        """Return maps (N, 1, h, w) as an explanation; its scores are their means."""
         return Explanation(
             maps,
             maps.mean((1, 2, 3)),
             self.layer,
             {} if self.outliers is None else {"outliers": self.outliers},
-            method="feature_similarity",
-            questions=(QuestionFacts(name),) * images,
+            method=method,
+            questions=(QuestionFacts(name),) * len(maps),
             input_size=self.input_size,
             frames=self.frames,
             sign="positive",
             title="Features",
-            units="cosine similarity",
+            units=units,
         )
 
     def pca(self, *, foreground: bool = True) -> Tensor:
@@ -241,3 +279,20 @@ def _otsu(values: Tensor) -> Tensor:
     difference = sums[:-1] / below - (sums[-1] - sums[:-1]) / (len(values) - below)
     between = below * (len(values) - below) * difference.square()
     return ordered[between.argmax()]
+
+
+def _semi_nmf(cells: Tensor, count: int, seed: int, steps: int = 100) -> Tensor:
+    """Return weights (M, count) >= 0, with which `count` vectors of any sign approximate cells (M, K)."""
+    start = torch.randint(len(cells), (1,), generator=generator(seed)).item()
+    directions, chosen = F.normalize(cells), [int(start)]
+    while len(chosen) < count:  # the cell that is least similar to the chosen ones
+        chosen.append(int((directions @ directions[chosen].T).amax(1).argmin()))
+    nearest = (directions @ directions[chosen].T).argmax(1)
+    weights = F.one_hot(nearest, count).to(cells) + 0.2
+    for _ in range(steps):
+        vectors = torch.linalg.pinv(weights) @ cells  # (count, K)
+        along, between = cells @ vectors.T, vectors @ vectors.T
+        more = along.clamp(min=0) + weights @ (-between).clamp(min=0)
+        less = (-along).clamp(min=0) + weights @ between.clamp(min=0)
+        weights = weights * (more / less.clamp(min=1e-30)).sqrt()
+    return weights

@@ -100,7 +100,7 @@ def command_parser(name: str) -> Parser:
     """Create the parser of a command."""
     command = COMMANDS[name]
     description = f"{command.summary[0].upper()}{command.summary[1:]}."
-    optional = ("METHOD", "MODEL", "FOLDER", "PATTERN")
+    optional = ("METHOD", "MODEL", "FOLDER", "PATTERN", "RUN_SAME")
     positional = command.options.partition(" --")[0].split()
     words = " ".join(f"[{word}]" if word in optional else word for word in positional)
     about = {"description": description, "usage": f"saliency {name} {words} [options]", "epilog": command.help}
@@ -158,7 +158,7 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        f"IMAGE --quiet --recursive {_MODEL} --out --sheet --save --trust --seconds",
+        f"IMAGE --json --quiet --recursive {_MODEL} --out --sheet --save --trust --seconds",
         "commands:explain",
         f"""\
 examples:
@@ -167,6 +167,7 @@ examples:
   saliency explain photos/ --method all --sheet --out maps
   saliency explain *.jpg --model resnet50 --layer layer3 --set opacity=0.5
   saliency explain cat.jpg --model mine.py:make --classes names.txt
+  saliency explain cat.jpg --json | jq '.[].probability'
   saliency explain cat.jpg --model open_clip/ViT-B-32 -t text:cat text:dog
   saliency explain street.jpg --model mine.py:detector --target box:210,110
   saliency explain cat.jpg --model mine.py:unet --target region:cat:border
@@ -224,7 +225,8 @@ files:
     ),
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
-        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --metrics --objects --out --engine --workers",
+        f"SOURCE --quiet --recursive --limit {_MODEL} --targets --metrics --objects --out --model-card "
+        "--engine --workers",
         "commands:evaluate",
         f"""\
 examples:
@@ -245,6 +247,7 @@ files:
                        folder of saliency batch, a tab of its index.html
   DIR/evaluation.json  the same, with mean curves and the values of each image
   DIR/results/         the values of cat.jpg by grad_cam: cat.grad_cam.json
+  DIR/card.md          with --card: methods, figures and limits for a model card
 
 {_EXIT_CODES}""",
         {"--set": "option of the methods or metrics, such as steps=28"},
@@ -315,6 +318,44 @@ package. The file holds the class names and the preprocessing.
 examples:
   saliency report maps --title "Scans of May"
   saliency report maps --csv                   (writes maps/manifest.csv)
+""",
+    ),
+    "compare": Command(
+        "compare the maps of two batch folders; for methods, see saliency evaluate",
+        "RUN_A RUN_B RUN_SAME --quiet --null --fail-under --out",
+        "batch_commands:compare",
+        """\
+examples:
+  saliency compare before after --null
+  saliency compare before after other_seed --fail-under 0.9 --out compared
+
+All folders are of saliency batch --maps, over the same images. The yardstick is
+how far maps move without a reason: between RUN_A and each RUN_SAME, a run that
+differs only in a seed, or by mirrored images (--null). Without a yardstick, the
+maps are measured, and none is marked as changed.
+
+files:
+  DIR/comparison.html  classes and images, the most changed ones first
+  DIR/comparison.json  the same as JSON
+  DIR/comparison.xml   JUnit: a case for each class, which fails if it changed
+""",
+    ),
+    "groups": Command(
+        "find images of a class that a model recognises by something else",
+        "DIR --quiet --view --seed",
+        "batch_commands:groups",
+        """\
+examples:
+  saliency groups maps                  (loads the model of the run)
+  saliency groups maps --view places
+
+The folder is of saliency batch --maps. The images of each class are divided by
+the features that their maps mark, or by the places of the maps. Without clear
+groups, a class is not listed.
+
+files:
+  DIR/groups.html  the groups with examples and mean maps
+  DIR/groups.csv   their figures
 """,
     ),
     "methods": Command(

@@ -238,6 +238,9 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
         Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
         Argument("DIR", "folder written by saliency batch", dest="folder", type=_path),
+        Argument("RUN_A", "folder written by saliency batch --maps", dest="first", type=_path),
+        Argument("RUN_B", "another one, over the same images", dest="second", type=_path),
+        Argument("RUN_SAME", "like RUN_A, with another seed; several are better", dest="same", type=_path, nargs="*"),
         Argument("MODEL", f"as --model of saliency explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
         Argument("FOLDER", "images to offer (default: a sample)", dest="folder", nargs="?", type=_path),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
@@ -252,6 +255,9 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         Argument("--gradients OF", _GRADIENTS_HELP, nargs="?", const="layers", choices=["layers", "parameters"]),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
+        Argument("--null", "also compare RUN_A with its model on the mirrored images", dest="mirrored"),
+        Argument("--fail-under FRACTION", "exit code 1 if a smaller fraction of the maps is unchanged", type=float),
+        Argument("--view NAME", "channels (default) or places", choices=("channels", "places"), default="channels"),
         Argument("--title TEXT", "title of the page; later runs keep it"),
         Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
@@ -284,6 +290,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument(
             "-o --out FILE", _CARD_HELP, name="--card", dest="files", type=_card_file, action="append", default=[]
         ),
+        Argument("--card", "also write card.md, a section of a model card", name="--model-card"),
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
         Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),

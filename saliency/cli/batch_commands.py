@@ -204,3 +204,30 @@ def report(arguments: argparse.Namespace, screen: Screen) -> int:
     for file in files:
         screen.say(f"written: {visible(file)}")
     return 0
+
+
+def compare(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Compare two batch folders, write the results, and return the exit code."""
+    if arguments.fail_under is not None and not (arguments.same or arguments.mirrored):
+        raise UsageError("--fail-under needs a yardstick of unchanged maps: add --null, or a run with another seed")
+    from ..batch.runs import compare_runs
+
+    with screen.waiting("comparing the maps"):
+        comparison = compare_runs(**arguments_of(compare_runs, arguments))
+    screen.table([column.title for column in comparison.columns], comparison.cells())
+    screen.say(f"written: {visible(comparison.save(arguments.out))}")
+    return int(comparison.unchanged < (arguments.fail_under or 0))
+
+
+def groups(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Find groups of the maps of a batch folder, write them, and return the exit code."""
+    from ..batch.groups import groups as find_groups
+    from ..batch.groups import write_groups
+
+    with screen.waiting("grouping the maps"):
+        table = find_groups(**arguments_of(find_groups, arguments))
+    screen.table([column.title for column in table.columns], table.cells())
+    for note in table.notes:
+        screen.say(note)
+    screen.say(f"written: {visible(write_groups(table, arguments.folder))}")
+    return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -59,6 +60,12 @@ from .lists import noise
 SHEET = "sheet.png"
 THUMB = 240
 
+FACTS = (
+    *("source", "method", "target", "name", "probability", "score", "layer", "residual", "notes", "overlay", "map"),
+    *("error", "error_kind"),
+)
+"""The columns that `explain --json` prints; paths are relative to the output folder."""
+
 METRICS = ("deletion", "insertion")
 """The metrics by default of `evaluate`."""
 
@@ -78,8 +85,8 @@ class CollectingMapper(ExplainMapper):
     def write(self, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:
         """Write the files of one image, and yield its rows."""
         for row in ExplainMapper.write(self, loaded, results):  # not super(), which classes with slots lack
-            self.rows.append(row)
             explanation = results.explanations.get(row["method"]) if row["overlay"] else None
+            self.rows.append(row | {"notes": [note for note in getattr(explanation, "notes", ()) if note]})
             if self.thumbs is not None and isinstance(explanation, Explanation) and loaded.volume is None:
                 frame = shrink(loaded.frame(), THUMB)
                 sign = self.output.style.sign or explanation.sign
@@ -103,11 +110,12 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
         require_images(found.entries if arguments.trust or arguments.save or arguments.sheet else ())
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, found.entries, screen)
-            screen.say_left_out(found.left_out, found.others)
+            if not arguments.json:
+                screen.say_left_out(found.left_out, found.others)
             return code
-        writes_more = len(found.entries) * len(methods) != 1 or any((arguments.sheet, arguments.save, arguments.trust))
-        if writes_more or screen.is_terminal:
-            hint = "give one image and one method, and no --sheet, --save or --trust"
+        more = (arguments.sheet, arguments.save, arguments.trust, arguments.json)
+        if len(found.entries) * len(methods) != 1 or any(more) or screen.is_terminal:
+            hint = "give one image and one method, and no --sheet, --save, --trust or --json"
             raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, found.entries, Screen(quiet=True))
@@ -160,7 +168,9 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         name_subject("")
         failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
     if thumbs:
-        _write_sheet(list(thumbs.values()), methods, output.style, screen, out)
+        _write_sheet(list(thumbs.values()), methods, output.style, shown, out)
+    if arguments.json:
+        print(json.dumps([{name: row[name] for name in FACTS} for row in rows], indent=1))
     return 1 if failures or not any(row["overlay"] for row in rows) else 0
 
 
@@ -325,6 +335,8 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
         screen.say("\n".join(["", *comparison.notes]))
         screen.say(f"table: {visible(comparison.page)}")
+        if arguments.card:
+            screen.say(f"model card: {visible(comparison.save(arguments.out / 'card.md'))}")
     failures = [row for row in comparison.failures if row["error_kind"] not in expected_errors(arguments)]
     for row in failures:
         screen.error(sentence(row["source"], row["method"], row["error"]))

@@ -29,7 +29,7 @@ from ..io.preprocess import drawable
 from ..model.answer import Answer
 from ..tables import Column, Table, number
 from ..targets.classes import TargetLike
-from .metrics.base import ABSOLUTE, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
+from .metrics.base import ABSOLUTE, METRICS, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 
 LEVEL = 0.05
 """Probability that a comparison calls any difference significant although the methods are equal."""
@@ -202,14 +202,15 @@ class Comparison(Table[ComparisonRow]):
         """Write the comparison atomically, in the format of the suffix, and return the path.
 
         Args:
-            path: A file that ends in .json (with the differences, the mean curves and the value of each image) or .html
-                (a page with sortable tables). For other formats, use `dataframe()`, such as `dataframe().to_csv()`.
+            path: A file that ends in .json (with the differences, the mean curves and the value of each image), .html
+                (a page with sortable tables) or .md (a section of a model card). For other formats, use `dataframe()`,
+                such as `dataframe().to_csv()`.
 
         Raises:
             MethodError: The suffix is not supported.
             OSError: The file cannot be written.
         """
-        return write_by_suffix(path, {".json": self._json, ".html": self._page})
+        return write_by_suffix(path, {".json": self._json, ".html": self._page, ".md": self._card})
 
     def _json(self) -> bytes:
         results = [asdict(result) for result in self.results]
@@ -229,6 +230,26 @@ class Comparison(Table[ComparisonRow]):
         page = files(__package__).joinpath("comparison.html").read_text("utf-8")
         tables = Table(self.rows, self.columns, notes=self.notes).to_html(), self.differences.to_html()
         return page.replace("<!-- tables -->", "\n".join(tables)).encode()
+
+    def _card(self) -> bytes:
+        """Return a section of a model card, in Markdown."""
+        titles = ["", *(column.title for column in self.columns), ""]
+        table = [titles, ["", *("---" for _ in self.columns), ""], *(["", *cells, ""] for cells in self.cells())]
+        left_out = [name for name in METRICS if name not in {row.metric.partition("(")[0] for row in self}]
+        lines = [
+            "## Explanations",
+            "Attribution methods, and maps that ignore the model (without a rank), measured on images. Errors are "
+            "standard errors over the images.",
+            "\n".join(" | ".join(cells).strip() for cells in table),
+            "### Limits",
+            "\n".join(f"- {note}" for note in self.notes),
+            "- These figures hold for these images and this model, and not for images of another kind.\n"
+            "- A metric measures one property. A good value does not show that people understand the map.",
+            "### Not measured",
+            f"- By these metrics: {', '.join(left_out)}.\n- Whether the model relies on the right evidence, unless the "
+            "position of the object was given.\n- Whether people decide better with these maps.",
+        ]
+        return ("\n\n".join(lines) + "\n").encode()
 
 
 class _MetricValues:

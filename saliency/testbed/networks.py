@@ -534,4 +534,4 @@ NETWORKS = {
 
 def weights_file(name: str) -> Path:
     """Return the file of trained weights of a network, in float16."""
-    return Path(__file__).parent / f"{name}.pt"
+    return Path(__file__).parent / f"{name}.safetensors"

@@ -9,6 +9,8 @@ or, with one test per guarantee:
     @pytest.mark.parametrize(("name", "check"), checks(MyCAM))
     def test_my_cam(name, check):
         check()
+
+`assert_same_explanation` compares an explanation with a saved one, to notice when a map of your model changes.
 """
 
 from __future__ import annotations
@@ -24,9 +26,19 @@ from ..attribution.base import Attribution
 from ..errors import SaliencyWarning, plural
 from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_transformer
 from .checks import CHECKS
+from .saved import assert_same_explanation
 from .unchanged import Snapshot
 
-__all__ = ["Snapshot", "check_method", "checks", "images", "tiny_model", "tiny_model_for", "tiny_transformer"]
+__all__ = [
+    "Snapshot",
+    "assert_same_explanation",
+    "check_method",
+    "checks",
+    "images",
+    "tiny_model",
+    "tiny_model_for",
+    "tiny_transformer",
+]
 
 
 def checks(

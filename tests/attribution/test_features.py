@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -209,3 +210,34 @@ def test_wrong_arguments_are_one_error() -> None:
         found.similarity(image=2)
     with pytest.raises(LayerError, match="2 channels and 128 cells; expected at least 3 channels"):
         Features(found.values[:, :2], "last", (16, 16), (None, None)).pca()
+
+
+def planted_parts(shift: float) -> tuple[Features, torch.Tensor]:
+    """Two images whose left, middle and right cells have features of their own, around a shift of any sign."""
+    random = torch.Generator().manual_seed(0)
+    vectors, labels = torch.randn(3, 16, generator=random) + shift, torch.arange(12) // 4
+    labels = torch.stack([labels, labels.flip(0)]).unsqueeze(1).expand(-1, 8, -1)  # (2, 8, 12)
+    noise = 0.05 * torch.randn(2, 8, 12, 16, generator=random)
+    return Features((vectors[labels] + noise).movedim(-1, 1), "layer", (64, 96), (None, None)), labels
+
+
+@pytest.mark.parametrize("shift", [0.0, -1.0])
+def test_parts_are_the_cells_with_the_same_features_in_all_images(shift: float) -> None:
+    features, labels = planted_parts(shift)
+    parts = features.parts(3)
+    assert [part.target_names[0] for part in parts] == ["part 1 of 3", "part 2 of 3", "part 3 of 3"]
+    maps = torch.stack([part.values[:, 0] for part in parts])  # (3, 2, 8, 12)
+    assert maps.min() >= 0
+    assert maps.amax((1, 2, 3)).tolist() == pytest.approx([1, 1, 1])
+    assert len({(int(part), int(label)) for part, label in zip(maps.argmax(0).flatten(), labels.flatten())}) == 3  # noqa: B905
+    assert torch.equal(parts[0].values, features.parts(3)[0].values)
+    assert saliency.heatmap(parts[0]).shape == (2, 64, 96)
+
+
+def test_parts_leave_out_outliers_and_need_as_many_cells() -> None:
+    features, _ = planted_parts(0.0)
+    outliers = torch.zeros(2, 8, 12, dtype=torch.bool)
+    outliers[0, 0, 0] = True
+    assert all(part.values[0, 0, 0, 0] == 0 for part in replace(features, outliers=outliers).parts(2))
+    with pytest.raises(LayerError, match="192 cells for 500 parts"):
+        features.parts(500)

@@ -98,6 +98,20 @@ def test_the_overlay_and_the_kept_values_are_those_of_the_library(run: Callable[
         assert np.array_equal(np.asarray(picture), np.asarray(expected))
 
 
+def test_json_has_the_facts_of_each_map_and_nothing_else(run: Callable[..., Run], tmp_path: Path) -> None:
+    methods = ("-m", "grad_cam", "attn_lrp", "chefer_attention")
+    answer = explain(run, tmp_path, COFFEE, *methods, "--sheet", "--json")
+    first, second, third = json.loads(answer.out)
+    assert first["source"].endswith("coffee.jpg")
+    assert (first["name"], first["target"], first["layer"]) == ("espresso", 967, "bn2")
+    assert 0.95 < first["probability"] < 0.96
+    assert (first["residual"], first["error"], first["notes"]) == (None, None, [])
+    assert abs(second["residual"]) < 1e-4
+    assert (tmp_path / second["overlay"]).is_file()
+    assert (third["error_kind"], third["overlay"]) == ("NotApplicableError", None)
+    assert (answer.code, "attention" in answer.err) == (1, True)
+
+
 def test_every_photo_of_a_folder_is_drawn_in_its_size_and_on_the_sheet(run: Callable[..., Run], tmp_path: Path) -> None:
     answer = explain(run, tmp_path, ASSETS, "--sheet")
     assert answer.code == 0, answer.err
@@ -501,7 +515,11 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
     [
         (["explan", "x.jpg"], 'no command "explan"; did you mean "explain"?'),
         ([str(COFFEE)], f"to explain it: saliency explain {COFFEE}"),
-        (["qqqq"], "there are explain, batch, evaluate, trust, serve, export, report, methods, layers, models"),
+        (
+            ["qqqq"],
+            "there are explain, batch, evaluate, trust, serve, export, report, compare, groups, methods, layers, "
+            "models",
+        ),
         (["--verbose"], "unrecognized arguments: --verbose"),
         (["explain"], "no image was given; try: saliency explain photo.jpg"),
         (["models", "efficientnet_lite9"], 'no model matches "efficientnet_lite9"; did you mean'),

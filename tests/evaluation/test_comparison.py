@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -429,3 +430,17 @@ def test_one_image_in_any_form_is_one_image(tmp_path: Path) -> None:
     mask = Image.new("L", (16, 16))
     mask.paste(255, (0, 0, 8, 8))
     assert compare(methods, photo, 0, "gini", masks=mask).rows
+
+
+def test_a_section_of_a_model_card_has_the_figures_and_what_was_not_measured(tmp_path: Path) -> None:
+    found = results({"a": [1.0, 2.0, 3.0], "b": [2.0, 3.0, 4.0]}, control=0.5)
+    table = Comparison([replace(result, metric="deletion") for result in found])
+    card = table.save(tmp_path / "card.md").read_text()
+    rows = [line for line in card.splitlines() if line.startswith("|")]
+    assert rows[0].split("|")[1:4] == [" metric ", " better ", " method "]
+    assert len(rows) == 2 + len(table)
+    assert {row.count("|") for row in rows} == {1 + len(table.columns)}
+    assert all(f"- {note}" in card for note in table.notes)
+    unmeasured = card.split("### Not measured")[1]
+    assert "insertion" in unmeasured
+    assert "deletion" not in unmeasured

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from saliency import zoo
-from saliency.errors import DependencyError
+from saliency.errors import DependencyError, ModelError
 from saliency.io.preprocess import Preprocess
 from saliency.zoo import libraries
 
@@ -91,6 +91,18 @@ def test_the_bundled_weights_compute_what_their_package_means() -> None:
     with torch.no_grad():
         ours = zoo.load("efficientnet_lite0").double()(x)
     assert torch.allclose(ours, efficientnet_lite0_by_hand(weights, x), rtol=1e-10, atol=1e-10)
+
+
+def test_bundled_weights_that_are_not_the_expected_ones_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "efficientnet-lite0.pth"
+    other.write_bytes(b"another file")
+    monkeypatch.setattr(libraries, "bundled_file", lambda name: other)
+    with pytest.raises(
+        ModelError, match=r"lite0.pth has the sha256 [0-9a-f]{64}, expected 57934424\w+; install .*-lite0-"
+    ):
+        zoo.load("efficientnet_lite0")
 
 
 def test_a_bundled_network_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

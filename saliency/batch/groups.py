@@ -1,0 +1,271 @@
+"""Groups of the saved maps of one class: does the model recognise some of its images by something else?
+
+Each image is a vector: its features at the explained layer, weighted by the map and summed ("channels"), or its map in
+cells of the image ("places"). The graph of the nearest vectors is divided by spectral clustering. The number of groups
+is at the largest gap of the eigenvalues, and may be 1: then the class has no groups.
+
+Sources: Lapuschkin et al., "Unmasking Clever Hans Predictors" (2019), https://arxiv.org/abs/1902.10178; Zelnik-Manor
+and Perona, "Self-Tuning Spectral Clustering" (2004); Liu et al., "Statistical Significance of Clustering" (2008).
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ..attribution.explanation import Explanation
+from ..attribution.features import features
+from ..attribution.heatmap import heatmap, reduced_maps, resized
+from ..errors import plural
+from ..evaluation.comparison import LEVEL, holm
+from ..io.atomic_write import durable_write, inside
+from ..io.inputs import encode
+from ..io.preprocess import drawable
+from ..render.scaling import SEQUENTIAL, color_table
+from ..tables import Column, Table, number, share
+from .runs import SavedRun, write_page
+
+View = Literal["channels", "places"]
+GRID = 8  # cells per edge of the map of an image
+MOST_GROUPS, NEIGHBOURS, EXAMPLES = 8, 7, 9
+LEAST = 20  # images of a class
+LANDMARKS = 600  # images that are clustered; the others join the group of the nearest
+DRAWS, HALVES = 99, 10  # for p-values and for stabilities
+TOGETHER = 32  # images per forward
+NAMES = ("groups.html", "groups.csv")
+_Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of the images of one class by their maps.
+
+    Attributes:
+        name: The class.
+        method: The method.
+        images: The number of images.
+        fraction: Their fraction of the class.
+        probability: The mean probability of the class; None if it is not known.
+        outside: The fraction of the group's mean map outside of the cells that hold 95 % of the mean map of the others.
+        stability: The mean overlap (Jaccard) with the most similar group when half of the images are clustered; 1 means
+            that the group is always found.
+        p: The fraction of vectors drawn from one normal distribution, without groups, that are divided as clearly,
+            corrected by Holm for all classes.
+        examples: The overlays of the images nearest to the mean.
+        mean_map: The mean map in cells.
+    """
+
+    name: str
+    method: str
+    images: int
+    fraction: float
+    probability: float | None
+    outside: float
+    stability: float
+    p: float
+    examples: tuple[str, ...]
+    mean_map: tuple[tuple[float, ...], ...]
+
+
+_COLUMNS: tuple[Column[Group], ...] = (
+    Column("class", lambda row: row.name, "left"),
+    Column("method", lambda row: row.method, "left"),
+    Column("images", lambda row: str(row.images)),
+    Column("of the class", lambda row: share(row.fraction)),
+    Column("probability", lambda row: share(row.probability), hint="mean probability of the class"),
+    Column("outside", lambda row: share(row.outside), hint="of the map, where the maps of the others are not"),
+    Column("stability", lambda row: number(row.stability), hint="1 if half of the images give the same group"),
+    Column("p", lambda row: number(row.p), hint="of groups as clear by chance, corrected for all classes"),
+    Column("", lambda row: "significant" if row.p <= LEVEL else "", "left"),
+)
+
+
+def groups(folder: Path, view: View = "channels", seed: int = 0) -> Table[Group]:
+    """Return the groups of each class of a run, the least probable by chance and then the smallest first.
+
+    Args:
+        folder: The folder of a run of `saliency batch --maps`.
+        view: "channels" finds images that the model recognises by the same features, wherever they are. It loads the
+            model. "places" finds maps at the same place.
+        seed: The seed of all draws.
+
+    Raises:
+        BatchError: The folder has no maps, or its model cannot be loaded by name.
+    """
+    run, classes = SavedRun(folder), dict[tuple[str, str], list[tuple[str, str]]]()
+    for key, row in run.rows.items():
+        classes.setdefault((row["method"], row["name"]), []).append(key)
+    vectors, maps = _vectors(run, view)
+    random, divided = np.random.default_rng(seed), []
+    for keys in classes.values():
+        if len(keys) >= LEAST:
+            points = np.stack([vectors[key] for key in keys])
+            divided.append((keys, points, *_divided(points, random)))
+    corrected = holm(np.array([p for *_, p in divided]))
+    rows = []
+    for (keys, points, labels, stabilities, _), p in zip(divided, corrected, strict=True):
+        cells = np.stack([maps[key] for key in keys])
+        for label, stability in enumerate(stabilities):
+            rows.append(_group(run, keys, points, cells, labels == label, stability, float(p)))
+    rows.sort(key=lambda group: (group.p, group.fraction))
+    small = sum(len(keys) < LEAST for keys in classes.values())
+    notes = [f"classes with fewer than {LEAST} images, left out: {small}"] * bool(small)
+    alone = sum(len(stabilities) == 1 for *_, stabilities, _ in divided)
+    notes += [f"classes of one group: {alone} of {len(divided)}"]
+    return Table([row for row in rows if row.fraction < 1], _COLUMNS, "Groups of maps", notes)
+
+
+def _vectors(run: SavedRun, view: View) -> tuple[dict[tuple[str, str], _Array], dict[tuple[str, str], _Array]]:
+    """Return the vector and the map (GRID, GRID) of each image and method."""
+    vectors, maps = {}, {}
+    for key, explanation, values in _weighted(run, view):
+        cells = heatmap(explanation, size=(GRID, GRID))[0].double().numpy().clip(0)
+        maps[key] = cells / max(cells.sum(), 1e-30)
+        vector = maps[key].ravel() if values is None else values
+        vectors[key] = vector / max(float(np.linalg.norm(vector)), 1e-30)
+    return vectors, maps
+
+
+def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Explanation, _Array | None]]:
+    """Yield each map, with the features of its image summed with its weights for the view "channels"."""
+    if view == "places":
+        yield from ((key, run.load(key), None) for key in run.rows)
+        return
+    options, model, entries = run.network("--view places needs no model")
+    batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
+    for key, row in run.rows.items():
+        batches.setdefault((row["layer"], (row["input_width"], row["input_height"])), []).append(key)
+    for (layer, _), keys in batches.items():
+        for start in range(0, len(keys), TOGETHER):
+            part = keys[start : start + TOGETHER]
+            images = [drawable(entries[name].open()) for name, _ in part]
+            found = features(model, images, layer, whole=options.whole).values  # (N, K, h, w)
+            for key, values in zip(part, found, strict=True):
+                explanation = run.load(key)
+                weights = resized(reduced_maps(explanation, None), values.shape[1:])[0]
+                yield key, explanation, (values * weights).sum((1, 2)).double().numpy()
+
+
+def _divided(points: _Array, random: np.random.Generator) -> tuple[NDArray[np.int64], list[float], float]:
+    """Return the group of each point, the stability of each group, and the p-value of the division."""
+    chosen = np.sort(random.permutation(len(points))[:LANDMARKS])
+    landmarks = points[chosen]
+    values, states = _spectrum(landmarks)
+    count = int(np.argmax(values[:MOST_GROUPS] - values[1 : MOST_GROUPS + 1])) + 1
+    labels = _clusters(states[:, :count], random)
+    if count == 1:
+        return np.zeros(len(points), np.int64), [1.0], 1.0
+    overlaps = np.zeros((HALVES, count))
+    for row in overlaps:
+        half = random.permutation(len(landmarks))[: len(landmarks) // 2]
+        again = _clusters(_spectrum(landmarks[half])[1][:, :count], random)
+        both = np.array([[_jaccard(labels[half] == a, again == b) for b in range(count)] for a in range(count)])
+        row[:] = both.max(1)
+    centred, above = landmarks - landmarks.mean(0), 0
+    for _ in range(DRAWS):
+        drawn = random.normal(size=(len(centred), len(centred))) @ centred / np.sqrt(len(centred)) + landmarks.mean(0)
+        drawn /= np.linalg.norm(drawn, axis=1, keepdims=True).clip(1e-30)
+        above += _spectrum(drawn)[0][count - 1] >= values[count - 1]
+    nearest = [int(np.argmax(landmarks @ point)) for point in points]
+    return labels[nearest], overlaps.mean(0).tolist(), (1 + above) / (1 + DRAWS)
+
+
+def _spectrum(points: _Array) -> tuple[_Array, _Array]:
+    """Return the largest eigenvalues of the graph of points, in descending order, and their eigenvectors."""
+    squared = (2 - 2 * points @ points.T).clip(0)
+    scale = np.sqrt(np.sort(squared, 1)[:, min(NEIGHBOURS, len(points) - 1)]).clip(1e-12)
+    near = np.exp(-squared / np.outer(scale, scale))
+    np.fill_diagonal(near, 0)
+    root = near.sum(1).clip(1e-30) ** -0.5
+    values, states = np.linalg.eigh(near * np.outer(root, root))
+    return values[::-1][: MOST_GROUPS + 1], states[:, ::-1][:, : MOST_GROUPS + 1]
+
+
+def _clusters(states: _Array, random: np.random.Generator) -> NDArray[np.int64]:
+    """Return the group of each row by k-means, with as many groups as columns; the best of ten starts."""
+    rows, best = states / np.linalg.norm(states, axis=1, keepdims=True).clip(1e-30), (np.inf, np.zeros(0, np.int64))
+    for _ in range(10):
+        centres = rows[[random.integers(len(rows))]]
+        while len(centres) < states.shape[1]:  # the farthest row
+            far = _distances(rows, centres).min(1).argmax()
+            centres = np.vstack([centres, rows[[far]]])
+        for _ in range(30):
+            labels = _distances(rows, centres).argmin(1)
+            full = [(labels == label).any() for label in range(len(centres))]
+            centres = np.stack([rows[labels == i].mean(0) if full[i] else centres[i] for i in range(len(centres))])
+        cost = float(_distances(rows, centres).min(1).sum())
+        best = min(best, (cost, labels), key=lambda pair: pair[0])
+    return best[1]
+
+
+def _distances(rows: _Array, centres: _Array) -> _Array:
+    squared: _Array = np.square(rows[:, None] - centres[None]).sum(2)
+    return squared
+
+
+def _jaccard(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:
+    return float((first & second).sum() / max(1, (first | second).sum()))
+
+
+def _group(
+    run: SavedRun,
+    keys: Sequence[tuple[str, str]],
+    points: _Array,
+    cells: _Array,
+    inside: NDArray[np.bool_],
+    stability: float,
+    p: float,
+) -> Group:
+    mean, others = cells[inside].mean(0), cells[~inside].mean(0) if not inside.all() else cells.mean(0)
+    order = np.argsort(-others, axis=None)
+    core = np.cumsum(others.ravel()[order]) <= 0.95
+    typical = np.argsort(-points[inside] @ points[inside].mean(0))[:EXAMPLES]
+    rows = [run.rows[key] for key, chosen in zip(keys, inside, strict=True) if chosen]
+    known = [row["probability"] for row in rows if row["probability"] is not None]
+    return Group(
+        name=rows[0]["name"],
+        method=rows[0]["method"],
+        images=len(rows),
+        fraction=len(rows) / len(keys),
+        probability=float(np.mean(known)) if known else None,
+        outside=float(mean.ravel()[order][~core].sum()),
+        stability=stability,
+        p=p,
+        examples=tuple(rows[index]["overlay"] for index in typical),
+        mean_map=tuple(map(tuple, mean.tolist())),
+    )
+
+
+def write_groups(table: Table[Group], folder: Path) -> Path:
+    """Write the groups as a page and as CSV into the folder of the run, and return the path of the page."""
+    file = io.StringIO()
+    names = [name for name in Group.__dataclass_fields__ if name not in ("examples", "mean_map")]
+    writer = csv.DictWriter(file, names, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(asdict(group) for group in table)
+    durable_write(inside(folder, NAMES[1]), [file.getvalue().encode("utf-8", "backslashreplace")])
+    return write_page(inside(folder, NAMES[0]), table, map(_figure, table))
+
+
+def _figure(group: Group) -> str:
+    """Return the examples and the mean map of a group as HTML."""
+    cells = np.array(group.mean_map) / max(np.max(group.mean_map), 1e-30)
+    colors = color_table(SEQUENTIAL)[(255 * cells).round().astype(int)]
+    png = base64.b64encode(encode(Image.fromarray(colors.astype(np.uint8)), "PNG")).decode()
+    images = "".join(f'<img src="{quote(overlay)}" alt="" loading="lazy">' for overlay in group.examples)
+    text = f"{group.name} by {group.method}: {plural(group.images, 'image')}, {share(group.fraction)} of the class"
+    mean = f'<img class="cells" src="data:image/png;base64,{png}" alt="mean map">'
+    return (
+        f'<figure class="group">{images}{mean}<figcaption>{html.escape(text)}; last, the mean map</figcaption></figure>'
+    )

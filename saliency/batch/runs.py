@@ -1,0 +1,309 @@
+"""Compare the maps of two runs of `saliency batch` over the same images, against the change without any reason.
+
+Maps are compared on a grid over the part of the image that either network saw. The yardstick are runs that differ only
+in what should not matter, such as the seed of the method or of the training, or mirrored copies of the images.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import ImageOps
+from torch import Tensor, nn
+
+from ..attribution.base import get_method
+from ..attribution.estimates import rank_correlation
+from ..attribution.explanation import Explanation
+from ..attribution.heatmap import heatmap
+from ..evaluation.comparison import LEVEL, holm, sign_flip_test
+from ..io.atomic_write import durable_write
+from ..io.geometry import Box, ImageBox
+from ..io.preprocess import drawable
+from ..tables import Column, Table, number, share
+from .failures import BatchError
+from .listing import ImageEntry
+from .manifest import MANIFEST, Row, read_rows
+from .network import create_method, load_model
+from .options import NetworkOptions, OutputOptions, fingerprint
+from .store import ABOUT, read_head, read_listing
+
+SIDE = 64  # cells per edge of the grid on which maps are compared
+LEAST = 0.1  # of a map that moved beyond chance; two trainings of one network differ by less, but significantly
+NAMES = ("comparison.html", "comparison.json", "comparison.xml")
+MOST = 500  # images on the page
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChange:
+    """Change of the map of one image and method between two runs.
+
+    Attributes:
+        name: The image.
+        method: The method.
+        classes: The explained class in each run.
+        rank: The rank correlation of both maps.
+        moved: The fraction of the map's magnitude that moved, from 0 to 1.
+        chance: The largest fraction that moved between the first run and a run of the yardstick; None without one.
+        overlays: The overlay of each run.
+        p: The fraction of all maps that move as much by chance; None without a yardstick.
+    """
+
+    name: str
+    method: str
+    classes: tuple[str, str]
+    rank: float
+    moved: float
+    chance: float | None
+    overlays: tuple[str, str]
+    p: float | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the map moved more than all but 5 % of the maps by chance."""
+        return self.p is not None and self.p <= LEVEL
+
+
+@dataclass(frozen=True, slots=True)
+class ClassChange:
+    """Mean change of the images of one class, in the first run, and method.
+
+    Attributes:
+        name: The class.
+        method: The method.
+        images: The number of images.
+        rank, moved, chance: The means over the images.
+        changed: The number of changed images.
+        p: The p-value of the sign-flip test of `moved` against `chance`, corrected by Holm; None without a yardstick.
+    """
+
+    name: str
+    method: str
+    images: int
+    rank: float
+    moved: float
+    chance: float | None
+    changed: int
+    p: float | None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the maps of the class moved more than by chance: significantly, and by a tenth of the map or more."""
+        return self.p is not None and self.p <= LEVEL and self.moved - (self.chance or 0) >= LEAST
+
+
+_COLUMNS: tuple[Column[ClassChange], ...] = (
+    Column("class", lambda row: row.name, "left"),
+    Column("method", lambda row: row.method, "left"),
+    Column("images", lambda row: str(row.images)),
+    Column("rank correlation", lambda row: number(row.rank), hint="mean over the images"),
+    Column("moved", lambda row: share(row.moved), hint="mean fraction of the map that moved"),
+    Column("by chance", lambda row: share(row.chance), hint="the same, of the runs without a reason"),
+    Column("changed", lambda row: "" if row.p is None else str(row.changed), hint="images beyond 95 % of chance"),
+    Column("p", lambda row: number(row.p), hint="corrected for all classes"),
+    Column("", lambda row: "changed" if row.is_changed else "", "left"),
+)
+
+
+class RunComparison(Table[ClassChange]):
+    """Table of the classes of two runs, most changed first.
+
+    Args:
+        images: The changes of the images, without their `p`.
+
+    Attributes:
+        images: The changes of the images, largest first.
+    """
+
+    def __init__(self, images: Iterable[ImageChange]) -> None:
+        images = sorted(images, key=lambda change: -change.moved)
+        chances = np.sort([change.chance for change in images if change.chance is not None])
+        above = len(chances) - np.searchsorted(chances, [change.moved for change in images])
+        p_values = ((1 + above) / (1 + len(chances))).tolist() if len(chances) else [None] * len(images)
+        self.images = [replace(change, p=p) for change, p in zip(images, p_values, strict=True)]
+        groups: dict[tuple[str, str], list[ImageChange]] = {}
+        for change in self.images:
+            groups.setdefault((change.method, change.classes[0]), []).append(change)
+        p = holm(np.array([_p_value(changes) for changes in groups.values()]))
+        rows = [_class_change(changes, float(value)) for changes, value in zip(groups.values(), p, strict=True)]
+        rows.sort(key=lambda row: (row.chance or 0) - row.moved)
+        super().__init__(rows, _COLUMNS, "Changes between two runs")
+
+    @property
+    def unchanged(self) -> float:
+        """The fraction of the maps that did not change by more than chance."""
+        return 1 - sum(change.is_changed for change in self.images) / len(self.images)
+
+    def save(self, folder: Path) -> Path:
+        """Write the page, the JSON and the JUnit file into a folder, and return the path of the page."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "classes": [asdict(row) | {"is_changed": row.is_changed} for row in self],
+            "images": [asdict(change) | {"is_changed": change.is_changed} for change in self.images],
+        }
+        durable_write(folder / NAMES[1], [(json.dumps(content, indent=1) + "\n").encode()])
+        durable_write(folder / NAMES[2], [ET.tostring(self._junit(), "utf-8", xml_declaration=True)])
+        return write_page(folder / NAMES[0], self, [_figure(change, folder) for change in self.images[:MOST]])
+
+    def _junit(self) -> ET.Element:
+        failures = str(sum(row.is_changed for row in self))
+        suite = ET.Element("testsuite", {"name": "saliency compare", "tests": str(len(self)), "failures": failures})
+        for row in self:
+            case = ET.SubElement(suite, "testcase", {"classname": row.method, "name": row.name})
+            if row.is_changed:
+                message = f"{share(row.moved)} of the maps moved, {share(row.chance)} by chance; p = {number(row.p)}"
+                ET.SubElement(case, "failure", {"message": message})
+        return suite
+
+
+def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirrored: bool = False) -> RunComparison:
+    """Compare the saved maps of two runs over the same images, by method and class.
+
+    Args:
+        first: Output folder of `saliency batch --maps`.
+        second: Another one.
+        same: Runs that differ from the first one only in what should not matter, such as a seed.
+        mirrored: Whether the first run is also compared with maps of the mirrored images by its model.
+
+    Raises:
+        BatchError: A folder has no maps, no image and method is in all runs, or the model of the first run cannot be
+            loaded by its name alone for mirrored images.
+    """
+    runs = [SavedRun(folder) for folder in (first, second, *same)]
+    keys = [key for key in runs[0].rows if all(key in run.rows for run in runs)]
+    if not keys:
+        folders = ", ".join(str(run.folder) for run in runs)
+        raise BatchError(f"no image has a map by the same method in all of {folders}")
+    sources: list[Callable[[tuple[str, str]], Explanation]] = [run.load for run in runs]
+    if mirrored:
+        sources.append(_Mirrored(runs[0]).explain)
+    changes = []
+    for key in keys:
+        maps = _on_one_grid([load(key) for load in sources])
+        moved = [float((maps[0] - other).abs().sum()) / 2 for other in maps[1:]]
+        rank, chance = rank_correlation(maps[0], maps[1]), max(moved[1:], default=None)
+        (old, new), (a, b) = [run.rows[key] for run in runs[:2]], [first, second]
+        overlays = str(a / old["overlay"]), str(b / new["overlay"])
+        changes.append(ImageChange(*key, (old["name"], new["name"]), rank, moved[0], chance, overlays))
+    return RunComparison(changes)
+
+
+class SavedRun:
+    """A finished run: its folder, its head, and the rows with maps by the name of the image and the method."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, head = folder, read_head(folder) if (folder / ABOUT).is_file() else None
+        rows = (row for row, _ in read_rows(folder / MANIFEST) if str(row["map"]).endswith(".safetensors"))
+        self.rows: dict[tuple[str, str], Row] = {(row["id"], row["method"]): row for row in rows}
+        if head is None or not self.rows:
+            raise BatchError(f"{folder} has no maps of images; expected the folder of a run with saliency batch --maps")
+        self.head = head
+
+    def load(self, key: tuple[str, str]) -> Explanation:
+        """Return the saved map of an image and method."""
+        return Explanation.load(self.folder / self.rows[key]["map"])
+
+    def network(self, cure: str) -> tuple[NetworkOptions, nn.Module, dict[str, ImageEntry]]:
+        """Return the options of the network, the network, and the images by name.
+
+        Raises:
+            BatchError: The name of the model alone does not load it as in the run. The message ends with the cure.
+        """
+        values = self.head["fingerprint"]
+        options = NetworkOptions(model=values["model"], weights=values["weights"], whole=values["whole"])
+        now = fingerprint(options, OutputOptions())
+        given = [name for name in ("preprocess", "classes", "model source") if values[name] != now[name]]
+        given += ["weights"] * str(values["weights"]).startswith("sha256:")
+        if given:
+            raise BatchError(f"{self.folder}: the {given[0]} of the model is not stored, or has changed; {cure}")
+        return options, load_model(options), {entry.name: entry for entry in read_listing(self.folder)}
+
+
+class _Mirrored:
+    """The model of a run, which explains the mirrored images. The maps are mirrored back."""
+
+    def __init__(self, run: SavedRun) -> None:
+        options, model, self._entries = run.network("give a run with another seed instead of --null")
+        self._rows, self._methods, values = run.rows, {}, run.head["fingerprint"]
+        if any(row["target"] is None for row in run.rows.values()):
+            raise BatchError(f"{run.folder} explains other targets than classes; give another run instead of --null")
+        for name in dict.fromkeys(method for _, method in run.rows):
+            of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
+            self._methods[name] = create_method(get_method(name), replace(options, **of_method), model)
+
+    def explain(self, key: tuple[str, str]) -> Explanation:
+        image = drawable(self._entries[key[0]].open())
+        explanation = self._methods[key[1]].attribute(ImageOps.mirror(image), self._rows[key]["target"])
+        left, top, right, bottom = explanation.frames[0].box if explanation.frames[0] else (0, 0, *image.size)
+        box = ImageBox(image.size, (image.width - right, top, image.width - left, bottom))
+        return replace(explanation.with_evidence(boxes=(box,)), values=explanation.values.flip(-1))
+
+
+def _on_one_grid(explanations: Sequence[Explanation]) -> list[Tensor]:
+    """Return the heatmaps (SIDE, SIDE) on a grid over the union of their boxes, with magnitudes that sum to 1."""
+    boxes = [box.box for explanation in explanations for box in explanation.boxes if box]
+    sides = list(zip(*boxes, strict=True))
+    area = min(sides[0]), min(sides[1]), max(sides[2]), max(sides[3])
+    placed = [_placed(explanation, box, area) for explanation, box in zip(explanations, boxes, strict=True)]
+    return [maps / maps.abs().sum().clamp(min=torch.finfo(maps.dtype).tiny) for maps in placed]
+
+
+def _placed(explanation: Explanation, box: Box, area: Box) -> Tensor:
+    maps = heatmap(explanation, size=(SIDE, SIDE)).double()
+    axes = []
+    for low, high, start, stop in ((box[0], box[2], area[0], area[2]), (box[1], box[3], area[1], area[3])):
+        centres = start + (stop - start) * (torch.arange(SIDE, dtype=torch.float64, device="cpu") + 0.5) / SIDE
+        axes.append(2 * (centres - low) / (high - low) - 1)
+    y, x = torch.meshgrid(axes[1], axes[0], indexing="ij")
+    return F.grid_sample(maps[None], torch.stack([x, y], -1)[None], align_corners=False)[0, 0]
+
+
+def _p_value(changes: Sequence[ImageChange]) -> float:
+    """Return the one-sided p-value of the hypothesis that the images moved as by chance."""
+    differences = np.array([change.moved - (change.chance or 0) for change in changes])[:, None]
+    return float(sign_flip_test(differences)[0]) / 2 if differences.mean() > 0 else 1.0
+
+
+def _class_change(changes: Sequence[ImageChange], p: float) -> ClassChange:
+    chances = [change.chance for change in changes if change.chance is not None]
+    return ClassChange(
+        name=changes[0].classes[0],
+        method=changes[0].method,
+        images=len(changes),
+        rank=float(np.mean([change.rank for change in changes])),
+        moved=float(np.mean([change.moved for change in changes])),
+        chance=float(np.mean(chances)) if chances else None,
+        changed=sum(change.is_changed for change in changes),
+        p=p if chances else None,
+    )
+
+
+def write_page(path: Path, table: Table[Any], figures: Iterable[str]) -> Path:
+    """Write a page of a table with figures, and return its path."""
+    page = files(__package__).joinpath("runs.html").read_text("utf-8")
+    parts = {"title": html.escape(table.title), "table": table.to_html(), "figures": "\n".join(figures)}
+    page = re.sub(r"<!-- (\w+) -->", lambda match: parts[match[1]], page)
+    return durable_write(path, [page.encode("utf-8", "backslashreplace")])
+
+
+def _figure(change: ImageChange, folder: Path) -> str:
+    """Return both overlays of an image as HTML, with addresses relative to the folder of the page."""
+    addresses = [quote(os.path.relpath(overlay, folder)) for overlay in change.overlays]
+    images = "".join(f'<img src="{address}" alt="" loading="lazy">' for address in addresses)
+    names = " → ".join(dict.fromkeys(change.classes))
+    text = f"{change.name} by {change.method}: {names}; {share(change.moved)} moved, rank {number(change.rank)}"
+    return (
+        f'<figure class="{"changed" * change.is_changed}">{images}<figcaption>{html.escape(text)}</figcaption></figure>'
+    )

@@ -1,0 +1,84 @@
+"""`saliency groups`: images of a class that a network recognises by something else are a group."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import saliency
+from saliency.batch import BatchError, batch
+from saliency.batch.groups import groups
+from saliency.cli import main
+from saliency.testbed import draw_scenes
+
+MARKED = 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 circles, of which the first six have a watermark in the corner farthest from the objects."""
+    home = tmp_path_factory.mktemp("groups")
+    (home / "photos").mkdir()
+    scenes = draw_scenes(600, seed=3_000_000, task="shortcut", watermarked=(0.1, 0, 0, 0, 0))
+    circles, marked = scenes.labels == 0, scenes.watermark.flatten(1).any(1)
+    chosen = [*(circles & marked).nonzero()[:MARKED, 0], *(circles & ~marked).nonzero()[: 80 - MARKED, 0]]
+    for number, index in enumerate(chosen):
+        Image.fromarray(scenes.images[index].permute(1, 2, 0).numpy()).save(home / "photos" / f"{number:02}.png")
+    batch(home / "photos", home / "run", "shapes_shortcut", maps=True, target=0)
+    return home / "run"
+
+
+def numbers(examples: tuple[str, ...]) -> set[int]:
+    return {int(Path(overlay).name[:2]) for overlay in examples}
+
+
+def test_the_images_with_the_watermark_are_the_first_group_by_channels(run: Path) -> None:
+    table = groups(run)
+    first, others = table
+    assert numbers(first.examples) == set(range(MARKED))
+    assert (first.images, others.images) == (MARKED, 80 - MARKED)
+    assert first.fraction == pytest.approx(MARKED / 80)
+    assert first.p <= 0.05
+    assert first.stability > 0.9
+    assert (first.probability or 0) > 0.99
+    assert torch.tensor(first.mean_map).sum() == pytest.approx(1)
+    assert str(table) == str(groups(run))  # the same draws
+
+
+def test_a_watermark_at_different_places_is_not_a_group_by_places(run: Path) -> None:
+    assert not [group for group in groups(run, "places") if group.images == MARKED]
+
+
+def test_the_command_writes_a_page_and_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["groups", str(run), "--view", "places"]) == 0
+    assert "written:" in capsys.readouterr().out
+    page = (run / "groups.html").read_text()
+    overlays = re.findall(r'src="(overlays/[^"]+)"', page)
+    assert overlays
+    assert all((run / overlay).is_file() for overlay in overlays)
+    with (run / "groups.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(int(row["images"]) for row in rows) == 80
+    assert page.count("<figure") == len(rows)
+
+
+def test_a_class_without_groups_is_left_out(tmp_path: Path) -> None:
+    scenes = draw_scenes(200, seed=3_000_100)
+    (tmp_path / "photos").mkdir()
+    for index in (scenes.labels == 0).nonzero()[:30, 0].tolist():
+        Image.fromarray(scenes.images[index].permute(1, 2, 0).numpy()).save(tmp_path / "photos" / f"{index}.png")
+    batch(tmp_path / "photos", tmp_path / "run", "shapes_cnn", maps=True, target=0)
+    table = groups(tmp_path / "run")
+    assert not [group for group in table if group.p <= 0.05]
+
+
+def test_a_model_that_its_name_does_not_load_is_an_error_with_the_cure(run: Path, tmp_path: Path) -> None:
+    batch(run.parent / "photos" / "00.png", tmp_path, saliency.load("shapes_cnn"), maps=True, target=0)
+    with pytest.raises(BatchError, match=r"weights of the model is not stored.*--view places needs no model"):
+        groups(tmp_path)
+    assert groups(tmp_path, "places").notes[0] == "classes with fewer than 20 images, left out: 1"
