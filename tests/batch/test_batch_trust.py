@@ -45,6 +45,7 @@ def test_each_overlay_has_a_card_and_its_row_the_verdicts(tmp_path: Path) -> Non
     (row,) = rows(out)
     card = saliency.trust(saliency.GradCAM(Tiny()), image)
     assert {name: each["verdict"] for name, each in row["trust"].items()} == {each.name: each.verdict for each in card}
+    assert row["trust"]["weights"]["p"] == card["weights"].p
     assert row["trust"]["deletion"]["value"] == pytest.approx(card["deletion"].value)
     assert row["trust"]["deletion"]["controls"] == pytest.approx(card["deletion"].controls)
     written = json.loads((out / "trust" / "a.grad_cam.json").read_text())
@@ -66,8 +67,7 @@ def test_cards_of_one_image_share_the_scores_of_equal_images(tmp_path: Path, mon
         assert [each.value for each in cards[name]] == pytest.approx([each.value for each in alone], nan_ok=True)
     first, second = ({each.metric: each.passes for each in cards[name].measurements.values()} for name in cards)
     assert second["infidelity"] == 0  # the squares
-    assert first["deletion"] - second["deletion"] == 4  # the edges and the Gaussian
-    assert second["mprt"] == first["mprt"]
+    assert first["deletion"] - second["deletion"] == 8  # the edges, also smoothed, the Gaussian and the contrast
 
 
 def test_a_batch_is_one_image_unless_its_size_is_given(source: Path, tmp_path: Path, measured: list[str]) -> None:
