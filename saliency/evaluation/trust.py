@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -272,7 +272,7 @@ def trust(
         if time.perf_counter() - began < limit:
             rows += numbers(tested if numbers is _changed else subject, measured)
     title = f"Trust card of {explanation.method} for {explanation.target_names[0]}"
-    card = TrustCard(rows, _COLUMNS, title, _notes(tested, explanation, rows))
+    card = TrustCard(rows, _COLUMNS, title, _notes(tested, explanation))
     card.explanation, card.seed, card.measurements = explanation, seed, measured
     why = f"was not measured: it does not fit into seconds={seconds}; leave it out for all rows"
     card.absent = (
@@ -323,24 +323,26 @@ def _class_row(subject: Subject, measured: dict[str, Measurement]) -> Property:
 
 def _weights_row(subject: Subject, test: WeightsTest, measured: dict[str, Measurement]) -> Property:
     def verdict(value: float, p: float) -> str:
-        own, *others = test.scores(subject)
-        count = f"{round(value * len(others))} of {len(others)} untrained networks"
+        own, others, missing = test.scores(subject)
+        without = f", and {missing} others have no map" if missing else ""
+        count = f"{round(value * len(others))} of {len(others)} untrained networks{without}"
         if p <= LEVEL:
             return f"better than the maps of {count}"
         is_worst = len(others) >= 1 / LEVEL - 1 and all(score > own + slack(own) for score in others)
         return WORSE if is_worst else f"{UNCLEAR}: better than the maps of {count}"
 
     row = _tested(test, subject, measured, verdict)
-    return row if math.isnan(row.value) else replace(row, strip=tuple(test.scores(subject)))
+    if test.name not in measured:
+        return row
+    own, others, _ = test.scores(subject)
+    return replace(row, strip=(own, *others))
 
 
 def _place(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
     """Return the rank of the map among copies of itself at other positions."""
     copies = control_maps(reduced_maps(subject.explanation, None), subject.seed, names=("random",))
-    maps = [
-        full_size(subject.explanation),
-        *(resized_within(moved, subject.explanation.input_size) for moved in copies),
-    ]
+    size = subject.explanation.input_size
+    maps = [full_size(subject.explanation), *(resized_within(moved, size) for moved in copies)]
     own, *others = scores = effects(subject, torch.cat(maps)).tolist()
     worse = sum(score < own - slack(own) for score in others)
     verdict = f"better than {worse} of {len(others)} copies of itself at other positions"
@@ -408,11 +410,8 @@ def _agreement(subject: Subject, measured: dict[str, Measurement]) -> list[Prope
     return [_number_row(measured[result.metric], f"with {', '.join(distinct)}")]
 
 
-def _notes(subject: Subject, explanation: Explanation, rows: Sequence[Property]) -> list[str]:
-    weights = rows[1].strip[1:]
-    notes = [f"p: the probability of such a rank by chance; it is clear up to {LEVEL:g}; ±: a standard error"]
-    if missing := sum(map(math.isnan, weights)):
-        notes.append(f"{missing} of {len(weights)} untrained networks have no map, which counts as a tie")
+def _notes(subject: Subject, explanation: Explanation) -> list[str]:
+    notes = ["p: the probability of such a rank by chance; it is clear up to 0.05; ±: a standard error"]
     faster = {key: value for key, value in subject.explanation.settings.items() if value != explanation.settings[key]}
     if faster:
         options = ", ".join(f"{name}={value}" for name, value in faster.items())

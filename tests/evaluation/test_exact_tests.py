@@ -16,6 +16,7 @@ from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
 from saliency.errors import MethodError
 from saliency.evaluation.comparison import combined_p
+from saliency.evaluation.metrics import exact_tests
 from saliency.evaluation.metrics.base import SharedResults, Subject
 from saliency.evaluation.metrics.exact_tests import full_size, untrained, untrained_map
 from saliency.metrics import ClassTest, WeightsTest, measure
@@ -41,8 +42,8 @@ def test_a_rank_by_chance_has_an_exact_level_also_if_the_draws_stop_early(
     test, subject = WeightsTest(stop=stop), Subject(VanillaGradient(tiny_model()).attribute(images(1), 1))
     drawn = torch.rand(4000, 20, generator=torch.Generator().manual_seed(0)).tolist()
     p = []
-    for row in drawn:
-        monkeypatch.setattr(WeightsTest, "scores", lambda self, subject, row=row: row)
+    for own, *others in drawn:
+        monkeypatch.setattr(WeightsTest, "scores", lambda self, subject, own=own, others=others: (own, others, 0))
         p.append(test.test(subject)[2])
     for level in LEVELS:
         expected = level if stop is None or level < 0.16 else max(3 / n for n in range(3, 21) if 3 / n <= level)
@@ -59,13 +60,30 @@ def test_noise_depends_neither_on_the_class_nor_on_the_weights() -> None:
         assert result.controls == {}
 
 
-def test_ties_count_against_the_map_and_so_do_constant_maps() -> None:
-    test, subject = WeightsTest(), Subject(VanillaGradient(tiny_model()).attribute(images(1), 1))
-    for others, worse in (([0.5] * 19, 0), ([0.4] * 18 + [float("nan")], 18)):
-        subject = Subject(subject.explanation)
-        subject.once(test, lambda others=others: [0.5, *others])
+def test_ties_count_against_the_map() -> None:
+    test, explanation = WeightsTest(), VanillaGradient(tiny_model()).attribute(images(1), 1)
+    for others, worse in (([0.5] * 19, 0), ([0.4] * 18 + [0.5 - 1e-9], 18)):
+        subject = Subject(explanation)
+        subject.once(test, lambda others=others: (0.5, others, 0))
         value, _, p = test.test(subject)
         assert (value, p) == (pytest.approx(worse / 19), pytest.approx((20 - worse) / 20))
+
+
+@pytest.mark.parametrize("usable", [12, 5])
+def test_networks_without_a_map_are_replaced_by_others_or_tied(usable: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = InputXGradient(ColourClasses())
+    subject = Subject(method.attribute(coloured(0), 0), method=method, inputs=coloured(0), controls=False)
+    no_map = torch.zeros(1, 16, 16)
+    found = exact_tests.untrained_map
+    monkeypatch.setattr(
+        exact_tests, "untrained_map", lambda s, draw: found(s, draw) if draw % 2 and draw < 2 * usable else no_map
+    )
+    test = WeightsTest(draws=9)
+    own, others, missing = test.scores(subject)
+    assert len(others) == 9
+    assert missing == (9 if usable == 12 else 27 - usable)
+    assert others.count(own) == max(9 - usable, 0)
+    assert test.test(subject)[2] == pytest.approx((1 + max(9 - usable, 0)) / 10)
 
 
 def test_the_p_value_of_a_mosaic_counts_the_assignments_that_are_at_least_as_good() -> None:
@@ -147,8 +165,6 @@ def test_permuted_networks_keep_their_values_and_normalise_activations() -> None
 
 def test_methods_on_one_image_share_the_permuted_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shared, calls = tiny_model(), SharedResults(), []
-    from saliency.evaluation.metrics import exact_tests
-
     randomise = exact_tests.randomise
     monkeypatch.setattr(exact_tests, "randomise", lambda *a: (calls.append(1), randomise(*a)))
     maps = []

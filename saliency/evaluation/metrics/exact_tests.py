@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
 from itertools import permutations
@@ -43,6 +44,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 BLOCK = 3
 """The number of permuted networks whose maps are scored together."""
+
+TRIES = 3
+"""The number of permuted networks that are tried for each draw. If too few have a map, the others count as ties."""
 
 KEPT = 2**25
 """The largest size of the weights of a network, in bytes, whose permutations all methods on an image share."""
@@ -96,7 +100,8 @@ class WeightsTest(ExactTest):
 
     If the learned weights do not matter, the map and the other maps are exchangeable, whatever their structure: all are
     scored by the unchanged model, each alone. So each rank is equally likely. Ties count against the map, so a method
-    that ignores the weights has a p-value of 1. So does a network whose map is constant.
+    that ignores the weights has a p-value of 1. So does a constant map. A network whose map is constant is replaced by
+    another: among maps that are not constant, each rank is still equally likely.
 
     Args:
         draws: The number of networks: 19 for a level of 5 %, 99 for 1 %.
@@ -119,35 +124,50 @@ class WeightsTest(ExactTest):
 
     def test(self, subject: Subject) -> tuple[float, float, float]:
         """Return the fraction of worse maps, its standard error, and the p-value."""
-        own, *others = self.scores(subject)
+        own, others, _ = self.scores(subject)
         reached = [number for number, score in enumerate(others, 1) if not score < own - slack(own)]
         worse, p = 1 - len(reached) / len(others), (len(reached) + 1) / (len(others) + 1)
         if self.stop is not None and len(reached) >= self.stop:
             p = self.stop / reached[self.stop - 1]
         return worse, math.sqrt(worse * (1 - worse) / len(others)), p
 
-    def scores(self, subject: Subject) -> list[float]:
-        """Return the score of the map of one image, and of the maps of permuted networks; NaN for a constant map."""
+    def scores(self, subject: Subject) -> tuple[float, list[float], int]:
+        """Return the score of the map of one image, of the maps of permuted networks, and how many had no map."""
         return subject.once(self, self._scores, subject)
 
-    def _scores(self, subject: Subject) -> list[float]:
-        began, maps, scores = time.perf_counter(), [full_size(subject.explanation)], list[float]()
-        for draw in range(self.draws):
-            maps.append(untrained_map(subject, draw))
-            if len(maps) < BLOCK + (not scores) and draw + 1 < self.draws:
+    def _scores(self, subject: Subject) -> tuple[float, list[float], int]:
+        model = subject.method.model
+        if not tensors_of(model, recurse=True):
+            raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
+        began, own_map, block, others = (
+            time.perf_counter(),
+            full_size(subject.explanation),
+            list[Tensor](),
+            list[float](),
+        )
+        (own,) = effects(subject, own_map).tolist()
+        tries = 0 if _is_constant(own_map) else TRIES * self.draws
+        for draw in range(tries):
+            if not _is_constant(map_ := untrained_map(subject, draw)):
+                block.append(map_)
+            if len(block) < min(BLOCK, self.draws - len(others)) and draw + 1 < tries:
                 continue
-            block, maps = torch.cat(maps), []
-            is_constant = block.flatten(1).amax(1) == block.flatten(1).amin(1)
-            scores += torch.where(is_constant.cpu(), math.nan, effects(subject, block)).tolist()
+            others += effects(subject, torch.cat(block)).tolist() if block else []
+            block = []
             is_late = self.seconds is not None and time.perf_counter() - began > self.seconds
-            if is_late or self._is_decided(*scores):
-                break
-        return scores
+            if len(others) == self.draws or self._is_decided(own, others) or (is_late and others):
+                return own, others, draw + 1 - len(others)
+        missing = self.draws - len(others)
+        return own, others + missing * [own], max(tries - len(others), 0)  # networks without a map are tied
 
-    def _is_decided(self, own: float, *others: float) -> bool:
+    def _is_decided(self, own: float, others: Sequence[float]) -> bool:
         """Return whether further maps change no verdict: some are better or tied, but not all are better."""
         reached = sum(not score < own - slack(own) for score in others)
         return self.stop is not None and reached >= self.stop and not all(score > own + slack(own) for score in others)
+
+
+def _is_constant(map_: Tensor) -> bool:
+    return bool(map_.amax() == map_.amin())
 
 
 def untrained_map(subject: Subject, draw: int) -> Tensor:
@@ -172,14 +192,9 @@ def untrained(subject: Subject, draw: int) -> Attribution:
     """Return the method on a copy of its model with permuted weights, until the next call.
 
     The permuted weights are kept for other methods on the image, unless they are larger than `KEPT`.
-
-    Raises:
-        MethodError: The model has no parameters or buffers.
     """
     method, model = subject.once("copy", copied, subject), subject.method.model
     weights = tensors_of(method.model, recurse=True)
-    if not weights:
-        raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
 
     def permuted() -> list[Tensor]:
         restore(method.model, model)
