@@ -338,7 +338,8 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("measuring the map"):
         network = Network(options, move_model(load_model(options), one_device(options)))
         loaded = network.load(BatchSlot(0, entry, (methods[0],)))
-        card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
+        chosen = {"others": arguments.others} if arguments.others else {}
+        card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed, draws=arguments.draws, **chosen)
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1

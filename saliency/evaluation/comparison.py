@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
@@ -296,11 +296,14 @@ class _MetricValues:
         ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
         rows, count = [], len(self.images)
         random = self.controls["random"].mean(1).tolist() if "random" in self.controls else [None] * len(self.methods)
-        columns = (self.methods, self.values, random, self.p, ranks, self.seconds)
-        for name, values, control, p, rank, seconds in zip(*columns, strict=True):
+        for name, values, control, rank, seconds, p in zip(
+            self.methods, self.values, random, ranks, self.seconds, self.p, strict=True
+        ):
             beaten = tuple(worse for winner, worse in wins if winner == name)
-            row = ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds)
-            rows.append(replace(row, p=combined_p(np.array(p)) if p else None))
+            of_all = combined_p(np.array(p)) if p else None
+            rows.append(
+                ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds, of_all)
+            )
         rows.sort(key=lambda row: row.rank or 0)
         for name, values in self.controls.items():
             if name != "random":
@@ -500,7 +503,9 @@ def compare(
             raise MethodError(f"got {len(values)} {what} for {plural(len(inputs), 'image')}")
     results: list[MetricResult] = []
     for index, (image, image_target, *region) in enumerate(zip(inputs, targets, *regions, strict=True)):
-        context = {"seed": seed, "shared": SharedResults(), **options}
+        others = (inputs[:index] + inputs[index + 1 :])[:12]
+        given = torch.cat(others) if isinstance(image, Tensor) and others else others
+        context = {"seed": seed, "shared": SharedResults(), "others": given if len(others) > 2 else None, **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
             results += measure_image(str(index), name, method, image, image_target, resolved, *region, **context)
     return Comparison(results, seed)

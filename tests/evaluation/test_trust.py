@@ -45,14 +45,16 @@ def card() -> TrustCard:
 
 def test_the_map_of_a_class_lies_on_its_image_and_of_24_assignments_the_right_one_is_best(card: TrustCard) -> None:
     row = card["class"]
-    assert (row.p, row.is_clear) == (pytest.approx(1 / 24), True)
+    assert row.p == pytest.approx(1 / 24)
+    assert row.is_clear
     assert row.size == pytest.approx(1)
     assert row.verdict == "100% of the map lies on the image of its class (25 % by chance)"
 
 
 def test_the_map_of_learned_weights_is_better_than_those_of_all_permuted_networks(card: TrustCard) -> None:
     row = card["weights"]
-    assert (row.p, row.size, row.error) == (pytest.approx(1 / 20), 1, 0)
+    assert row.p == pytest.approx(1 / 20)
+    assert (row.size, row.error) == (1, 0)
     assert row.verdict == "better than the maps of 19 of 19 untrained networks"
     assert len(row.strip) == 20
     assert max(row.strip[1:]) < row.strip[0]
@@ -143,7 +145,7 @@ def test_the_tests_of_a_slow_method_use_fewer_passes_and_the_card_says_so(monkey
     monkeypatch.setattr("saliency.evaluation.trust.SLOW", 0)
     card = trust(saliency.RISE(tiny_model(), passes=400, grid=3), images(1), 1, seconds=1e-6)
     assert "the method is slow, so both tests are of its map with passes=100" in card.notes
-    assert int(card.explanation.settings["passes"]) == 400  # type: ignore[call-overload]
+    assert card.explanation.settings["passes"] == 400
 
 
 def test_a_model_without_weights_has_no_test_of_the_weights() -> None:
@@ -213,7 +215,7 @@ def test_an_embedding_without_a_label_has_a_card_by_the_score_that_is_deleted(cl
     options = {"passes": 12, "grid": 3} if cls is saliency.RISE else {"window": 4, "stride": 4}
     card = trust(cls(model, **options), x, saliency.similarity())
     assert {row.name for row in card} >= {"weights", "mprt", "deletion", "insertion"}
-    assert "rank_correlation" not in card
+    assert "rank_correlation" not in [row.name for row in card]
     assert card["class"].verdict.startswith("not measured: the test needs three other boxes, regions, joints or words")
     assert card.measurements["deletion"].curve is not None
     assert float(card.measurements["deletion"].curve[0, 0]) == pytest.approx(1)  # the cosine of the image itself

@@ -113,6 +113,9 @@ class WeightsTest(ExactTest):
     The weights are permuted within each parameter. Batch norms then use the statistics of the image, without which
     activations vanish or explode.
 
+    Raises:
+        MethodError: The model has no parameters or buffers.
+
     Source: Besag and Clifford, "Sequential Monte Carlo p-values" (1991), https://doi.org/10.1093/biomet/78.2.301.
     """
 
@@ -217,7 +220,7 @@ def normalise(model: nn.Module, x: Tensor) -> None:
     """Replace the statistics of batch norms by those of the activations for images x."""
     norms = [each for each in model.modules() if isinstance(each, BATCH_NORMS) and each.running_mean is not None]
 
-    def replace(norm: nn.BatchNorm2d, args: tuple[Tensor, ...], kwargs: object) -> None:
+    def replace(norm: nn.Module, args: tuple[Tensor, ...], kwargs: object) -> None:
         values = args[0].transpose(0, 1).flatten(1)  # (C, n)
         cast("Tensor", norm.running_mean).copy_(values.mean(1))
         cast("Tensor", norm.running_var).copy_(values.var(1, correction=0))
