@@ -54,9 +54,9 @@ NETWORKS = ("efficientnet_lite0", "shapes_cnn", "mobilenet_v2", "shapes_resnet",
 RIGHT: dict[str, dict[str, Any]] = {
     "grad_cam": {},
     "lrp": {},
-    "input_x_gradient": {},
-    "guided_backprop": {},
     "integrated_gradients": {"steps": 5},
+    "guided_backprop": {},
+    "input_x_gradient": {},
     "occlusion": {"window": 64, "stride": 32},
 }
 """The methods of the test of the weights, with the options that a card uses for slow methods on photos."""
@@ -140,81 +140,88 @@ def images_of(name: str) -> list[Any]:
     return photos
 
 
-def method_of(name: str, model: nn.Module, *, is_small: bool) -> Attribution:
-    """Return a method with the options of `RIGHT`; windows are smaller for small images."""
-    options = RIGHT.get(name, METHODS[name].preview_options)
-    return METHODS[name](model, **({"window": 16, "stride": 8} if is_small and "window" in options else options))
+class Case:
+    """An image of a network, and subjects of its maps.
 
+    Args:
+        name: The network.
+        images: All images of the network, of which the next ones are the images of other classes.
+        index: The index of the image.
+    """
 
-def p_value(own: float, others: Sequence[float]) -> float:
-    """Return the p-value of a score among those of permuted networks; ties and constant maps count against it."""
-    return (1 + sum(not other < own - slack(own) for other in others)) / (1 + len(others))
+    def __init__(self, name: str, images: Sequence[Any], index: int) -> None:
+        self.model, self.is_small = network(name), name not in PHOTO_NETWORKS
+        method = METHODS["grad_cam"](self.model)
+        self.base, self.x = method.attribute(images[index]), method.read(images[index]).inputs
+        self.others = [images[(index + step) % len(images)] for step in range(1, 13)]
+        self.shared = SharedResults()
 
+    def method(self, kind: str) -> Attribution:
+        """Return a method with the options of `RIGHT`; windows are smaller for small images."""
+        options = RIGHT.get(kind, METHODS[kind].preview_options)
+        small = {"window": 16, "stride": 8} if self.is_small and "window" in options else options
+        return METHODS[kind](self.model, **small)
 
-def rows_of(name: str, images: Sequence[Any], index: int) -> Iterator[Row]:
-    """Yield the rows of one image: each test of each map."""
-    model, image, is_small = network(name), images[index], name not in PHOTO_NETWORKS
-    shared, test = SharedResults(), WeightsTest()
-    base = METHODS["grad_cam"](model).attribute(image)
-    x = METHODS["grad_cam"](model).read(image).inputs
-    others = [images[(index + step) % len(images)] for step in range(1, 13)]
-    context: dict[str, Any] = {"inputs": x, "shared": shared, "controls": False}
-    context["others"] = torch.stack(others) if is_small else others
-    network_images: dict[int, Any] = {}
-
-    def of_map(method: Attribution, map_: Tensor | None = None, **changed: Any) -> Subject:
-        explanation = method.attribute(x, base.target[0]) if map_ is None else with_map(base, map_)
+    def subject(self, method: Attribution, map_: Tensor | None = None, **changed: Any) -> Subject:
+        """Return the subject of the map of a method, or of another map (1, H, W) with its untrained networks."""
+        others = torch.stack(self.others) if self.is_small else self.others
+        explanation = method.attribute(self.x, self.base.target[0])
+        if map_ is not None:
+            explanation = replace(self.base, values=map_.float()[None], method="map", sign="signed")
+        context = {"inputs": self.x, "shared": self.shared, "controls": False, "others": others}
         return Subject(explanation, method=method, **{**context, **changed})
 
-    def of_weights(group: str, kind: str, own: float, draws: Sequence[float]) -> Row:
-        worse = sum(own < other - slack(own) for other in draws) == len(draws)
-        return {"test": "weights", "group": group, "kind": kind, "p": p_value(own, draws), "worse": worse}
+    def permuted(self, method: Attribution, seed: int) -> Attribution:
+        """Return the method on a network with permuted weights that is none of the draws."""
+        return untrained(self.subject(method, seed=seed, shared=SharedResults()), 0)
 
-    for kind in RIGHT:
-        began, method = time.perf_counter(), method_of(kind, model, is_small=is_small)
-        subject = of_map(method)
-        own, draws, _ = test.scores(subject)
-        yield of_weights("right", kind, own, draws) | {"seconds": time.perf_counter() - began}
+    def rows_of_weights(self, kind: str) -> Iterator[Row]:
+        """Yield the rows of the test of the weights, of a method and of maps that are ranked among the same draws."""
+        began, method = time.perf_counter(), self.method(kind)
+        subject = self.subject(method)
+        own, draws, missing = WeightsTest().scores(subject)
+
+        def row(group: str, name: str, score: float) -> Row:
+            worse = all(other > score + slack(score) for other in draws)
+            p = (1 + sum(not other < score - slack(score) for other in draws)) / (1 + len(draws))
+            return {"test": "weights", "group": group, "kind": name, "p": p, "worse": worse, "missing": missing}
+
+        def score(map_: Tensor) -> float:
+            return float(effects(subject, map_))
+
+        yield row("right", kind, own) | {"seconds": time.perf_counter() - began}
         for seed in (1, 2):
-            permuted = untrained(of_map(method, seed=seed, shared=SharedResults()), 0)
-            map_ = full_size(permuted.attribute(x, base.target[0]))
-            yield of_weights("null", f"{kind} of permuted weights", score(of_map(method, map_)), draws)
+            explanation = self.permuted(method, seed).attribute(self.x, self.base.target[0])
+            yield row("null", f"{kind} of permuted weights", score(full_size(explanation)))
         if kind in ("grad_cam", "lrp"):
-            another = full_size(method.attribute(others[0]))
-            yield of_weights("null", "map of another photo", score(of_map(method, another)), draws)
+            yield row("null", "map of another photo", score(full_size(method.attribute(self.others[0]))))
         if kind == "grad_cam":
             for altered, map_ in altered_maps(subject.explanation).items():
-                yield of_weights("altered", altered, score(of_map(method, map_)), draws)
-    for kind in OF_THE_CLASS:
-        yield of_class(of_map(method_of(kind, model, is_small=is_small))) | {"group": "right", "kind": kind}
-    for kind in KINDS:
-        subject = of_map(ignoring(model, kind))
-        yield of_class(subject) | {"group": "null", "kind": kind}
-        _, _, p = WeightsTest(stop=3).test(subject)
-        yield {"test": "weights", "group": "null", "kind": kind, "p": p, "worse": False}
-    yield of_class(of_map(METHODS["eigen_cam"](model))) | {"group": "null", "kind": "eigen_cam"}
-    network_images = shared.once(("others", id(model)), dict)
-    for kind in ("grad_cam", "lrp", "input_x_gradient"):
-        for seed in (1, 2):
-            permuted = untrained(of_map(method_of(kind, model, is_small=is_small), seed=seed), 0)
-            shared.once(("others", id(permuted.model)), lambda: network_images)
-            yield of_class(of_map(permuted)) | {"group": "null", "kind": f"{kind} of permuted weights"}
+                altered_map = resized_within(map_, subject.explanation.input_size)
+                yield row("altered", altered, score(altered_map))
 
-
-def score(subject: Subject) -> float:
-    """Return the score of a map."""
-    return float(effects(subject, full_size(subject.explanation)))
+    def rows_of_class(self) -> Iterator[Row]:
+        """Yield the rows of the test of the class, and of methods that ignore the model, by both tests."""
+        for kind in OF_THE_CLASS:
+            yield of_class(self.subject(self.method(kind))) | {"group": "right", "kind": kind}
+        for kind in KINDS:
+            subject = self.subject(ignoring(self.model, kind))
+            yield of_class(subject) | {"group": "null", "kind": kind}
+            _, _, p = WeightsTest(stop=3).test(subject)
+            yield {"test": "weights", "group": "null", "kind": kind, "p": p, "worse": False}
+        yield of_class(self.subject(METHODS["eigen_cam"](self.model))) | {"group": "null", "kind": "eigen_cam"}
+        found = self.shared.once(("others", id(self.model)), dict)
+        for kind in ("grad_cam", "lrp", "input_x_gradient"):
+            for seed in (1, 2):
+                permuted = self.permuted(self.method(kind), seed)
+                self.shared.once(("others", id(permuted.model)), lambda: found)  # the classes of the trained network
+                yield of_class(self.subject(permuted)) | {"group": "null", "kind": f"{kind} of permuted weights"}
 
 
 def of_class(subject: Subject) -> Row:
     """Return the row of the test of the class."""
     size, _, p = ClassTest().test(subject)
     return {"test": "class", "p": p, "size": size, "worse": False}
-
-
-def with_map(explanation: Explanation, map_: Tensor) -> Explanation:
-    """Return an explanation with another map (1, H, W) of signed values."""
-    return replace(explanation, values=map_.float()[None], method="map", sign="signed")
 
 
 def altered_maps(explanation: Explanation) -> dict[str, Tensor]:
@@ -259,19 +266,15 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         images = images_of(name) if options.limit else []
-        for index in range(min(options.limit, len(images))):
-            file = options.out / f"{name}.{index}.json"
-            if not file.exists():
-                rows = [row | {"network": name, "image": index} for row in rows_of(name, images, index)]
-                file.write_text(json.dumps(rows))
-    table(
-        [
-            row
-            for name in options.only
-            for file in sorted(options.out.glob(f"{name}.*"))
-            for row in json.loads(file.read_text())
-        ]
-    )
+        for part in (*RIGHT, "class"):
+            for index in range(min(options.limit, len(images))):
+                file = options.out / f"{name}.{part}.{index}.json"
+                if not file.exists():
+                    case = Case(name, images, index)
+                    rows = case.rows_of_class() if part == "class" else case.rows_of_weights(part)
+                    file.write_text(json.dumps([row | {"network": name, "image": index} for row in rows]))
+    files = [file for name in options.only for file in sorted(options.out.glob(f"{name}.*.json"))]
+    table([row for file in files for row in json.loads(file.read_text())])
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ class MeasureMapper(Mapper):
             raise ImageError("has no box: the file of --objects (boxes=) does not name it")
         about = entry.name, method.name, method, image, loaded.target
         mask_image = None if mask is None else mask.open()
-        context = {"shared": shared, "others": other_images(method, entry), "progress": False}
+        context: dict[str, Any] = {"shared": shared, "others": other_images(method, entry), "progress": False}
         return measure_image(*about, self.metrics, mask_image, boxes, **context)
 
 

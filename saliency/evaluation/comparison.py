@@ -301,9 +301,8 @@ class _MetricValues:
         ):
             beaten = tuple(worse for winner, worse in wins if winner == name)
             of_all = combined_p(np.array(p)) if p else None
-            rows.append(
-                ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds, of_all)
-            )
+            about = name, self.name, *_mean(values), control, better
+            rows.append(ComparisonRow(*about, *rank, beaten, images=count, seconds=seconds, p=of_all))
         rows.sort(key=lambda row: row.rank or 0)
         for name, values in self.controls.items():
             if name != "random":
