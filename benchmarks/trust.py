@@ -210,7 +210,7 @@ class Case:
             _, _, p = WeightsTest(stop=3).test(subject)
             yield {"test": "weights", "group": "null", "kind": kind, "p": p, "worse": False}
         yield of_class(self.subject(METHODS["eigen_cam"](self.model))) | {"group": "null", "kind": "eigen_cam"}
-        found = self.shared.once(("others", id(self.model)), dict)
+        found: object = self.shared.once(("others", id(self.model)), dict)
         for kind in ("grad_cam", "lrp", "input_x_gradient"):
             for seed in (1, 2):
                 permuted = self.permuted(self.method(kind), seed)

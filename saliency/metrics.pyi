@@ -35,7 +35,6 @@ from .evaluation.metrics.method_metrics import MPRT as MPRT
 from .evaluation.metrics.method_metrics import AvgSensitivity as AvgSensitivity
 from .evaluation.metrics.method_metrics import LocalLipschitz as LocalLipschitz
 from .evaluation.metrics.method_metrics import MaxSensitivity as MaxSensitivity
-from .evaluation.metrics.method_metrics import NoiseMargin as NoiseMargin
 from .evaluation.metrics.method_metrics import RandomLogit as RandomLogit
 from .evaluation.metrics.method_metrics import RelativeInputStability as RelativeInputStability
 from .evaluation.metrics.method_metrics import RelativeOutputStability as RelativeOutputStability

@@ -264,7 +264,11 @@ class _MetricValues:
             control: np.array([[result.controls[control] for result in row] for row in rows], dtype=np.float64)
             for control in results[0].controls
         }
-        self.p = [[result.p for result in row if result.p is not None] for row in rows]
+        tested = {
+            name: [result.p for result in row if result.p is not None]
+            for name, row in zip(self.methods, rows, strict=True)
+        }
+        self.p = {name: combined_p(np.array(p)) for name, p in tested.items() if p}
         self.seconds = [float(np.median([result.seconds for result in row])) if row else 0.0 for row in rows]
         self.curves = [[result.curves for result in row] for row in rows]
 
@@ -296,13 +300,13 @@ class _MetricValues:
         ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
         rows, count = [], len(self.images)
         random = self.controls["random"].mean(1).tolist() if "random" in self.controls else [None] * len(self.methods)
-        for name, values, control, rank, seconds, p in zip(
-            self.methods, self.values, random, ranks, self.seconds, self.p, strict=True
+        for name, values, control, rank, seconds in zip(
+            self.methods, self.values, random, ranks, self.seconds, strict=True
         ):
-            beaten = tuple(worse for winner, worse in wins if winner == name)
-            of_all = combined_p(np.array(p)) if p else None
-            about = name, self.name, *_mean(values), control, better
-            rows.append(ComparisonRow(*about, *rank, beaten, images=count, seconds=seconds, p=of_all))
+            beaten, p = tuple(worse for winner, worse in wins if winner == name), self.p.get(name)
+            rows.append(
+                ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds, p)
+            )
         rows.sort(key=lambda row: row.rank or 0)
         for name, values in self.controls.items():
             if name != "random":

@@ -267,17 +267,15 @@ def trust(
     tested = _coarse(subject, context) if is_slow else subject
     weights = WeightsTest(draws=draws, stop=STOP, seconds=seconds)
     measured = dict[str, Measurement]()
-    rows = [_class_row(tested, measured), _weights_row(tested, weights, measured)]
+    rows = [_test_row(test, tested, measured) for test in (ClassTest(), weights)]
     for numbers in (_place, _compared, _changed, _agreement):
         if time.perf_counter() - began < limit:
             rows += numbers(tested if numbers is _changed else subject, measured)
     title = f"Trust card of {explanation.method} for {explanation.target_names[0]}"
     card = TrustCard(rows, _COLUMNS, title, _notes(tested, explanation))
     card.explanation, card.seed, card.measurements = explanation, seed, measured
-    why = f"was not measured: it does not fit into seconds={seconds}; leave it out for all rows"
-    card.absent = (
-        {name: f'"{name}" {why}' for name in TITLES.keys() - {row.name for row in rows}} if seconds is not None else {}
-    )
+    why = f"was not measured: it does not fit into seconds={seconds}, or does not apply"
+    card.absent = {name: f'"{name}" {why}' for name in TITLES.keys() - {row.name for row in rows}}
     card.seconds = time.perf_counter() - began
     return card
 
@@ -297,45 +295,25 @@ def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
     return Subject(explanation, method=method, inputs=inputs, target=target, controls=False, **context)
 
 
-def _tested(
-    test: ExactTest, subject: Subject, measured: dict[str, Measurement], verdict: Callable[..., str]
-) -> Property:
-    """Return the row of a test, with a verdict of its value and p-value; or why it was not measured."""
-    value = error = p = math.nan
+def _test_row(test: ExactTest, subject: Subject, measured: dict[str, Measurement]) -> Property:
+    """Return the row of a test, or the reason why it was not measured."""
+    title, strip = TITLES[test.name], tuple[float, ...]()
     try:
-        (measured[test.name],) = result = measurements([test], subject)
-        value, error, p = (float(cast("Tensor", part)) for part in (result[0].values, result[0].error, result[0].p))
-        sentence = verdict(value, p)
+        (result,) = measurements([test], subject)
     except SaliencyError as reason:
-        sentence = f"not measured: {reason}"
-    return Property(test.name, TITLES[test.name], value, error, True, sentence, p)
-
-
-def _class_row(subject: Subject, measured: dict[str, Measurement]) -> Property:
-    def verdict(value: float, p: float) -> str:
-        is_class = None not in subject.explanation.target
-        size = f"{value:.0%} of the map lies on the image of its class (25 % by chance)"
-        size = size if is_class else f"better for its object than {value:.0%} of the maps of others (50 % by chance)"
-        return size if p <= LEVEL else f"{UNCLEAR}: {size}"
-
-    return _tested(ClassTest(), subject, measured, verdict)
-
-
-def _weights_row(subject: Subject, test: WeightsTest, measured: dict[str, Measurement]) -> Property:
-    def verdict(value: float, p: float) -> str:
+        return Property(test.name, title, math.nan, math.nan, True, f"not measured: {reason}", math.nan)
+    measured[test.name] = result
+    value, error, p = (float(cast("Tensor", part)) for part in (result.values, result.error, result.p))
+    sentence = f"{value:.0%} of the map lies on the image of its class (25 % by chance)"
+    if isinstance(test, WeightsTest):
         own, others, missing = test.scores(subject)
-        without = f", and {missing} others have no map" if missing else ""
-        count = f"{round(value * len(others))} of {len(others)} untrained networks{without}"
-        if p <= LEVEL:
-            return f"better than the maps of {count}"
-        is_worst = len(others) >= 1 / LEVEL - 1 and all(score > own + slack(own) for score in others)
-        return WORSE if is_worst else f"{UNCLEAR}: better than the maps of {count}"
-
-    row = _tested(test, subject, measured, verdict)
-    if test.name not in measured:
-        return row
-    own, others, _ = test.scores(subject)
-    return replace(row, strip=(own, *others))
+        strip, without = (own, *others), f", and {missing} others have no map" if missing else ""
+        sentence = f"better than the maps of {round(value * len(others))} of {len(others)} untrained networks{without}"
+    elif None in subject.explanation.target:
+        sentence = f"better for its object than {value:.0%} of the maps of others (50 % by chance)"
+    is_worst = len(strip) * LEVEL >= 1 and all(score > strip[0] + slack(strip[0]) for score in strip[1:])
+    verdict = sentence if p <= LEVEL else WORSE if is_worst else f"{UNCLEAR}: {sentence}"
+    return Property(test.name, title, value, error, True, verdict, p, strip=strip)
 
 
 def _place(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:

@@ -124,21 +124,11 @@ class Measurement:
     @property
     def beats_controls(self) -> Tensor:
         """(N,) of bool: whether the value is better than every control, and every draw of a control."""
-        return self._is_beyond(bool(self.higher_is_better))
-
-    @property
-    def loses_to_controls(self) -> Tensor:
-        """(N,) of bool: whether the value is worse than every control, and every draw of a control."""
-        return self._is_beyond(not self.higher_is_better)
-
-    def _is_beyond(self, above: bool) -> Tensor:
-        """Return whether the values are above, or below, all controls by more than rounding."""
         if self.higher_is_better is None or not self.controls:
             return torch.zeros_like(self.values, dtype=torch.bool)
-        limits = torch.stack([control.high if above else control.low for control in self.controls.values()])
-        limit = limits.amax(0) if above else limits.amin(0)
-        is_beyond = self.values > limit if above else self.values < limit
-        return is_beyond & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
+        best = [control.high if self.higher_is_better else -control.low for control in self.controls.values()]
+        values, limit = self.values if self.higher_is_better else -self.values, torch.stack(best).amax(0)
+        return (values > limit) & ~torch.isclose(values, limit, rtol=RELATIVE, atol=ABSOLUTE)
 
     def __repr__(self) -> str:
         """Return one line: the mean over the images, and the means of the controls."""

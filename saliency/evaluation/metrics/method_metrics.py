@@ -399,32 +399,6 @@ class AvgSensitivity(RobustnessMetric):
         return Outcome(changes.mean(1), standard_error(changes))
 
 
-class NoiseMargin(RobustnessMetric):
-    """Similarity of the map under noise minus its similarity under random weights; higher is better.
-
-    A map that ignores the model has a value of 0, whether it is constant or noise.
-
-    Args:
-        draws: The number of draws of the weights.
-
-    Values: (N,), a difference of means of Spearman's correlations.
-
-    Source: The comparison is ours; its parts are from `AvgSensitivity` and `MPRT`.
-    """
-
-    name = "noise_margin"
-    higher_is_better = True
-
-    draws: Option[int] = Option(3, check_integer, least=2)
-
-    def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the differences."""
-        under_noise = similarities(maps.original, (values for _, values in self.noisy(maps)))
-        under_weights = MPRT(layers=1, draws=self.draws).randomised_similarities(maps)[:, :, 0].T
-        error = torch.hypot(standard_error(under_noise), standard_error(under_weights))
-        return Outcome(under_noise.mean(1) - under_weights.mean(1), error)
-
-
 class LocalLipschitz(RobustnessMetric):
     """Largest ratio of the change of the map to the change of the image; lower is better.
 
