@@ -1,7 +1,8 @@
-"""Measure how often the tests of the trust card are clear: for maps that must fail, and for maps of nine methods.
+"""Measure how often the tests of the trust card are clear: for maps that must fail, and for maps of 12 methods.
 
 `python -m benchmarks.trust` writes a file of rows for each network and image, and so resumes after an interruption. It
-then prints the tables of docs/trust.md. `--only NETWORK` and `--limit N` measure a part, and `--limit 0` only prints.
+then prints the tables of docs/trust.md. `--only NETWORK`, `--parts PART` and `--limit N` measure a part, and `--limit 0`
+only prints what is stored.
 The photos for reporting are files of two packages: `pip install --no-deps gradio foolbox`.
 """
 
@@ -66,6 +67,9 @@ OF_THE_CLASS = (*RIGHT, "layer_cam", "hires_cam", "grad_cam_plus_plus", "vanilla
 
 ALTERED = ("shuffled", "negated", "inverted", "flipped")
 """Changes that make a map of Grad-CAM wrong."""
+
+PARTS = (*RIGHT, "class")
+"""The test of the weights of each method, and the test of the class."""
 
 Row = dict[str, Any]
 
@@ -259,6 +263,7 @@ def main() -> None:
     """Measure the images that are not stored yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NETWORK")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="methods, or class")
     parser.add_argument("--limit", type=int, default=SCENES, metavar="N", help="images of each network")
     parser.add_argument("--out", type=Path, default=Path("build/trust"), metavar="DIR", help="of the rows")
     options = parser.parse_args()
@@ -266,7 +271,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         images = images_of(name) if options.limit else []
-        for part in (*RIGHT, "class"):
+        for part in options.parts:
             for index in range(min(options.limit, len(images))):
                 file = options.out / f"{name}.{part}.{index}.json"
                 if not file.exists():
