@@ -1,9 +1,8 @@
 """Measure how often the tests of the trust card are clear: for maps that must fail, and for maps of 12 methods.
 
 `python -m benchmarks.trust` writes a file of rows for each network and image, and so resumes after an interruption. It
-then prints the tables of docs/trust.md. `--only NETWORK`, `--parts PART` and `--limit N` measure a part, and `--limit 0`
-only prints what is stored.
-The photos for reporting are files of two packages: `pip install --no-deps gradio foolbox`.
+then prints the tables of docs/trust.md. `--only NETWORK`, `--parts PART` and `--limit N` measure less, and `--limit 0`
+only prints what is stored. The photos for reporting are files of two packages: `pip install --no-deps gradio foolbox`.
 """
 
 from __future__ import annotations
