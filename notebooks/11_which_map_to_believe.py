@@ -50,7 +50,7 @@ for photo, card in cards.items():
 # networks can mark the object as well, because it is salient. Evidence adds over images:
 # `saliency.compare(methods, images, metrics="weights")` combines the ranks of all images.
 #
-# ## A method that fails
+# ## A small effect
 #
 # Guided backpropagation draws the sharpest maps. Here is its card of the same cup:
 
@@ -59,8 +59,8 @@ guided = saliency.trust(saliency.GuidedBackprop(model), PHOTOS[1], "espresso")
 saliency.figure(guided)
 
 # %% [markdown]
-# **What to see.** The first row has the fraction of the map on the image of its class; 25 % are expected by chance. The
-# maps of two very different classes of one photo show why it is low:
+# **What to see.** The test of the class is clear, but the effect is small: 31 % of the map lies on the image of its
+# class, and 25 % are expected by chance. Read the size next to p. The maps of two very different classes show why:
 
 # %%
 maps = [saliency.GuidedBackprop(model).attribute(PHOTOS[1], name) for name in ("espresso", "tiger cat")] + [
@@ -108,5 +108,5 @@ plt.show()
 # has cells of 8 x 8 pixels. Measure on your own network and images: `saliency.compare(methods, images, targets)`, or
 # `saliency evaluate FOLDER`.
 #
-# **In short.** Look at the card before you show a map, and do not believe a map that fails "depends on the class" when
+# **In short.** Look at the card before you show a map, and do not believe a map that hardly depends on the class when
 # you ask for the reason of a class.
