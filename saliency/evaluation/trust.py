@@ -297,7 +297,7 @@ def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
 
 def _test_row(test: ExactTest, subject: Subject, measured: dict[str, Measurement]) -> Property:
     """Return the row of a test, or the reason why it was not measured."""
-    title, strip = TITLES[test.name], tuple[float, ...]()
+    title, strip, chance = TITLES[test.name], tuple[float, ...](), {"chance": 0.25}
     try:
         (result,) = measurements([test], subject)
     except SaliencyError as reason:
@@ -307,13 +307,16 @@ def _test_row(test: ExactTest, subject: Subject, measured: dict[str, Measurement
     sentence = f"{value:.0%} of the map lies on the image of its class (25 % by chance)"
     if isinstance(test, WeightsTest):
         own, others, missing = test.scores(subject)
-        strip, without = (own, *others), f", and {missing} others have no map" if missing else ""
+        strip, chance, without = (own, *others), {}, f", and {missing} others have no map" if missing else ""
         sentence = f"better than the maps of {round(value * len(others))} of {len(others)} untrained networks{without}"
     elif None in subject.explanation.target:
-        sentence = f"better for its object than {value:.0%} of the maps of others (50 % by chance)"
+        chance, sentence = (
+            {"chance": 0.5},
+            f"better for its object than {value:.0%} of the maps of others (50 % by chance)",
+        )
     is_worst = len(strip) * LEVEL >= 1 and all(score > strip[0] + slack(strip[0]) for score in strip[1:])
     verdict = sentence if p <= LEVEL else WORSE if is_worst else f"{UNCLEAR}: {sentence}"
-    return Property(test.name, title, value, error, True, verdict, p, strip=strip)
+    return Property(test.name, title, value, error, True, verdict, p, chance, strip)
 
 
 def _place(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:

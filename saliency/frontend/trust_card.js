@@ -1,6 +1,6 @@
 // The trust card of a map: two tests, then numbers next to those of maps that ignore the prediction.
 
-const MARKS = { centre: "●", edges: "▲", "smoothed edges": "△", "colour contrast": "■" };
+const MARKS = { chance: "|", centre: "●", edges: "▲", "smoothed edges": "△", "colour contrast": "■" };
 
 /** Return the card of a map. */
 function trustCard(trust) {
@@ -14,7 +14,7 @@ function trustCard(trust) {
     make("ul", { role: "list" }, tests.map(propertyOf)),
     numbers.length ? make("h5", {}, "Numbers") : null,
     make("ul", { role: "list" }, numbers.map(propertyOf)),
-    make("p", { class: "legend" }, "The map (◆) next to the maps among which it is ranked (×), or to maps that ignore the prediction: ",
+    make("p", { class: "legend" }, "The map (◆) next to the maps among which it is ranked (×), or to: ",
       controls.map((name) => `${MARKS[name]} ${name}`).join(", "), ". Better values lie to the right."),
   );
 }

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"  # of a card
-MARKERS = {"centre": "o", "edges": "^", "smoothed edges": "v", "colour contrast": "s"}
+MARKERS = {"chance": "|", "centre": "o", "edges": "^", "smoothed edges": "v", "colour contrast": "s"}
 
 POSITIVE, NEGATIVE, SCORE = "#c8352b", "#2b62c8", "#222222"  # of a ledger
 WIDTH, ROW_HEIGHT = 9.0, 0.36  # inches
@@ -55,7 +55,7 @@ def draw_trust(card: TrustCard) -> Figure:
 
     names = {"maps among which it is ranked": "x"} | MARKERS
     keys = [Line2D([], [], color=GREY, marker=marker, linestyle="", label=name) for name, marker in names.items()]
-    title = "better values lie to the right; grey: maps that do not know the prediction"
+    title = "better values lie to the right; grey: maps that ignore the prediction"
     style: dict[str, Any] = {"fontsize": TEXT_SIZE, "title_fontsize": TEXT_SIZE, "frameon": False}
     drawing.legend(handles=keys, title=title, loc="outside lower right", ncols=len(keys), **style)
     return drawing
