@@ -10,6 +10,7 @@ import pytest
 
 import saliency
 from saliency.batch import BatchError, network
+from saliency.batch.sources import find_images
 from saliency.cli import main
 from tests.batchwork import Tiny, noise, photos, quick, rows
 
@@ -113,3 +114,15 @@ def test_explain_shows_an_overlay_whose_card_failed(
     assert "00.png by grad_cam: no trust card: a card is too much to ask" in err
     assert str(tmp_path / "00.grad_cam.png") in out
     assert "1 overlay of 1 image" in out
+
+
+def test_the_test_of_the_class_takes_images_of_the_folder_unless_the_package_has_photos(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 5)
+    first, *others = find_images(tmp_path / "in").entries
+    model, imagenet = Tiny(), [f"class {number}" for number in range(1000)]
+    paths = [Path(entry.path) for entry in others]
+    assert network.other_images(saliency.GradCAM(model), first) == paths
+    assert network.other_images(saliency.GradCAM(model, categories=imagenet), first) is None
+    paths[0].unlink()
+    paths[1].unlink()
+    assert network.other_images(saliency.GradCAM(model), first) is None

@@ -50,6 +50,17 @@ def test_trust_prints_json_of_a_seed_for_programs(photo: str, capsys: pytest.Cap
     assert (card["seed"], len(card["properties"])) == (3, 9)
 
 
+def test_trust_takes_other_images_and_a_number_of_draws(
+    photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = list(map(str, copies(tmp_path / "others", "camera.jpg", "chelsea.jpg", "rocket.jpg")))
+    command = ["trust", photo, *GRADIENT, "-o", "-", "--draws", "29", "--others", *others, "--seconds", "1e-3"]
+    assert main(command) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["properties"]}
+    assert rows["weights"]["settings"]["draws"] == 29
+    assert "the model finds" in rows["class"]["verdict"] or rows["class"]["p"] is not None
+
+
 def test_trust_takes_one_image_and_one_method(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trust", photo, "-m", "vanilla_gradient", "grad_cam"]) == 2
     assert "of one image and one method, got 1 image and 2 methods" in capsys.readouterr().err
