@@ -13,6 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ import saliency
 from saliency import METHODS, Attribution, Explanation
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
+from saliency.errors import NotApplicableError
 from saliency.evaluation.comparison import combined_p
 from saliency.evaluation.metrics.base import SharedResults, Subject, control_maps, resized_within
 from saliency.evaluation.metrics.exact_tests import ClassTest, WeightsTest, effects, full_size, slack, untrained
@@ -206,7 +208,8 @@ class Case:
     def rows_of_class(self) -> Iterator[Row]:
         """Yield the rows of the test of the class, and of methods that ignore the model, by both tests."""
         for kind in OF_THE_CLASS:
-            yield of_class(self.subject(self.method(kind))) | {"group": "right", "kind": kind}
+            with suppress(NotApplicableError):  # rules of ReLUs, on a network without them
+                yield of_class(self.subject(self.method(kind))) | {"group": "right", "kind": kind}
         for kind in KINDS:
             subject = self.subject(ignoring(self.model, kind))
             yield of_class(subject) | {"group": "null", "kind": kind}
@@ -275,7 +278,9 @@ def main() -> None:
                 file = options.out / f"{name}.{part}.{index}.json"
                 if not file.exists():
                     case = Case(name, images, index)
-                    rows = case.rows_of_class() if part == "class" else case.rows_of_weights(part)
+                    rows = list[Row]()
+                    with suppress(NotApplicableError):
+                        rows += case.rows_of_class() if part == "class" else case.rows_of_weights(part)
                     file.write_text(json.dumps([row | {"network": name, "image": index} for row in rows]))
     files = [file for name in options.only for file in sorted(options.out.glob(f"{name}.*.json"))]
     table([row for file in files for row in json.loads(file.read_text())])
