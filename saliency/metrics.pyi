@@ -5,10 +5,11 @@ from .evaluation.metrics.base import Metric as Metric
 from .evaluation.metrics.base import Outcome as Outcome
 from .evaluation.metrics.base import Subject as Subject
 from .evaluation.metrics.base import measure as measure
+from .evaluation.metrics.exact_tests import ClassTest as ClassTest
+from .evaluation.metrics.exact_tests import WeightsTest as WeightsTest
 from .evaluation.metrics.faithfulness import ABPC as ABPC
 from .evaluation.metrics.faithfulness import AOPC as AOPC
 from .evaluation.metrics.faithfulness import IROF as IROF
-from .evaluation.metrics.faithfulness import PIC as PIC
 from .evaluation.metrics.faithfulness import AverageDrop as AverageDrop
 from .evaluation.metrics.faithfulness import Completeness as Completeness
 from .evaluation.metrics.faithfulness import Deletion as Deletion
@@ -21,7 +22,6 @@ from .evaluation.metrics.faithfulness import PerturbedImage as PerturbedImage
 from .evaluation.metrics.faithfulness import SensitivityN as SensitivityN
 from .evaluation.metrics.map_metrics import EnergyPointingGame as EnergyPointingGame
 from .evaluation.metrics.map_metrics import Entropy as Entropy
-from .evaluation.metrics.map_metrics import FeatureAgreement as FeatureAgreement
 from .evaluation.metrics.map_metrics import Gini as Gini
 from .evaluation.metrics.map_metrics import IoU as IoU
 from .evaluation.metrics.map_metrics import PointingGame as PointingGame
@@ -35,7 +35,6 @@ from .evaluation.metrics.method_metrics import MPRT as MPRT
 from .evaluation.metrics.method_metrics import AvgSensitivity as AvgSensitivity
 from .evaluation.metrics.method_metrics import LocalLipschitz as LocalLipschitz
 from .evaluation.metrics.method_metrics import MaxSensitivity as MaxSensitivity
-from .evaluation.metrics.method_metrics import NoiseMargin as NoiseMargin
 from .evaluation.metrics.method_metrics import RandomLogit as RandomLogit
 from .evaluation.metrics.method_metrics import RelativeInputStability as RelativeInputStability
 from .evaluation.metrics.method_metrics import RelativeOutputStability as RelativeOutputStability

@@ -77,7 +77,7 @@ def test_a_name_that_left_the_registry_is_answered_by_the_nearest_one() -> None:
         (saliency.DeepSHAP, "samples", "passes"),
         (saliency.SmoothGrad, "draws", "passes"),
         (saliency.RISE, "masks", "passes"),
-        *((METRICS[name], "samples", "passes") for name in ("infidelity", "sensitivity_n", "noise_margin")),
+        *((METRICS[name], "samples", "passes") for name in ("infidelity", "sensitivity_n", "avg_sensitivity")),
     ],
 )
 def test_an_option_that_was_renamed_is_answered_by_its_new_name(cls: Any, old: str, new: str) -> None:

@@ -113,7 +113,7 @@ def test_a_figure_that_was_measured_on_a_network_or_a_photo_links_to_its_benchma
     assert not [part for part in claims if not EVIDENCE.search(part)]
 
 
-@pytest.mark.parametrize("name", ["deletion", "road", "combined_road", "pic", "average_drop", "random_logit"])
+@pytest.mark.parametrize("name", ["deletion", "road", "combined_road", "average_drop", "random_logit"])
 def test_a_metric_takes_as_many_forwards_as_its_page_states(name: str) -> None:
     row = re.search(rf"^\| `{name}`.*\| (\d+)[^|]*\|$", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
     model, scenes = saliency.load("shapes_cnn"), saliency.testbed.draw_scenes(1, seed=1_000_000)

@@ -46,8 +46,8 @@ from .store import file_names
 THUMBNAIL_SIDE = 640  # longest side, in pixels, of the image that the page shows
 THUMBNAIL_QUALITY, HEAT_QUALITY = 85, 80
 CARD_FACTS = (
-    *("title", "group", "is_clear", "is_worse", "verdict"),
-    *("value", "error", "controls", "control_ranges", "higher_is_better"),
+    *("title", "is_clear", "is_worse", "verdict", "p"),
+    *("value", "error", "controls", "strip", "higher_is_better"),
 )
 
 
@@ -311,7 +311,7 @@ def _draw_card(output: OutputOptions, card: TrustCard) -> Row:
 def card_facts(card: TrustCard) -> dict[str, Row]:
     """Return the columns of each property of a trust card that the page shows, by the name of the property."""
     rows = json.loads(card.to_json())["properties"]
-    return {row["name"]: {key: row[key] for key in CARD_FACTS} for row in rows}
+    return {row["name"]: {key: row[key] for key in CARD_FACTS if key in row} for row in rows}
 
 
 def shrink(image: Image.Image, longest: int) -> Image.Image:

@@ -22,7 +22,7 @@ from .engines import Mapper, open_engine
 from .failures import BatchError, attempt, writing_to
 from .listing import ImageEntry, merge_listing
 from .manifest import Row
-from .network import LoadedImage, Network
+from .network import LoadedImage, Network, other_images
 from .options import NetworkOptions, OutputOptions, Progress, RunOptions, describe, fingerprint
 from .report import report
 from .run import execute
@@ -283,7 +283,8 @@ class MeasureMapper(Mapper):
             raise ImageError("has no box: the file of --objects (boxes=) does not name it")
         about = entry.name, method.name, method, image, loaded.target
         mask_image = None if mask is None else mask.open()
-        return measure_image(*about, self.metrics, mask_image, boxes, shared=shared, progress=False)
+        context: dict[str, Any] = {"shared": shared, "others": other_images(method, entry), "progress": False}
+        return measure_image(*about, self.metrics, mask_image, boxes, **context)
 
 
 def _all_settings(metric: Metric) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -237,7 +238,16 @@ def trust_card(
     method: Attribution, loaded: LoadedImage, seconds: float | None, **options: Any
 ) -> TrustCard | BaseException:
     """Return the trust card of a loaded image, or the reason why there is none."""
+    options.setdefault("others", other_images(method, loaded.slot.entry))
     return attempt(lambda: trust(method, loaded.open(), loaded.target, seconds=seconds, **options))
+
+
+def other_images(method: Attribution, entry: ImageEntry) -> list[Path] | None:
+    """Return other images of the folder of an image, for the test of the class; None to use the package's photos."""
+    path, has_photos = Path(entry.path), len(method.categories or ()) == 1000  # the classes of ImageNet
+    files = [] if has_photos else sorted(path.parent.glob(f"*{path.suffix}"))
+    others = [file for file in files if file.name != path.name][:12]
+    return others if len(others) >= 3 else None
 
 
 def load_model(options: NetworkOptions) -> nn.Module:

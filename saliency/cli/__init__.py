@@ -254,7 +254,7 @@ files:
     ),
     "trust": Command(
         "measure whether the heatmap of one image can be trusted",
-        f"IMAGE --quiet {_MODEL} --seconds --seed --card",
+        f"IMAGE --quiet {_MODEL} --seconds --seed --others --draws --card",
         "commands:trust",
         f"""\
 examples:
@@ -262,8 +262,8 @@ examples:
   saliency trust cat.jpg -m guided_backprop -o card.html -o card.png
   saliency trust cat.jpg -o - > card.json
 
-Each property is compared with maps that ignore the prediction. The result is
-"clear" only if the heatmap is better than all of them.
+Two tests have a verdict: whether the heatmap depends on the class, and whether
+it marks what the model learned to use. Other rows are numbers.
 
 {_TARGETS}
 {_EXIT_CODES}""",

@@ -261,6 +261,8 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--title TEXT", "title of the page; later runs keep it"),
         Argument("--seconds NUMBER", "time limit for a trust card (default: 15)", type=float, default=SECONDS),
         Argument("--seed N", "seed of all draws (default: 0)", type=int, default=0),
+        Argument("--others IMAGE", "three or more images of other classes (default: of the same folder)", nargs="+"),
+        Argument("--draws N", "untrained networks; 99 for a level of 1 %% (default: 19)", type=int, default=19),
         Argument("--port N", "port of the page (default: any free one)", type=int, default=0),
         Argument("--host ADDRESS", "interface of this machine (default: only this machine)", default="127.0.0.1"),
         Argument("--no-browser", "do not open the page", dest="browser", action="store_false"),

@@ -166,7 +166,8 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         raise
     finally:
         name_subject("")
-        failures = _print_results(rows, expected_errors(arguments), arguments.out, screen)
+        shown = Screen(quiet=True) if arguments.json else screen
+        failures = _print_results(rows, expected_errors(arguments), arguments.out, shown)
     if thumbs:
         _write_sheet(list(thumbs.values()), methods, output.style, shown, out)
     if arguments.json:
@@ -303,7 +304,8 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
         for file in files:
             require_writable(file.parent)
         loaded = network.load(BatchSlot(0, entry, (methods[0],)))
-        card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed)
+        chosen = {"others": arguments.others} if arguments.others else {}
+        card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed, draws=arguments.draws, **chosen)
     if isinstance(card, BaseException):
         screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
         return 1

@@ -46,6 +46,9 @@ CURVE_POINTS = 49
 EXACT, FLIPS, BLOCK = 14, 20_000, 1000
 """Largest number of images for which all changes of signs are counted; else, the number of draws, and draws at once."""
 
+GRID = 120
+"""The p-values of images are rounded up to multiples of 1/120 before they are combined; those of 20 or 24 ranks are."""
+
 _Array = NDArray[np.float64]
 
 
@@ -63,6 +66,7 @@ class MetricResult:
         seconds: Duration of the method.
         curves: The scores on which the value is based: of the map ("map") and of each control, at the positions "at".
             Interpolated to `CURVE_POINTS` points; empty if the metric has no curve, or any of the values is None.
+        p: The p-value of an exact test.
     """
 
     image: str
@@ -73,6 +77,7 @@ class MetricResult:
     higher_is_better: bool | None
     seconds: float
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    p: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class ComparisonRow:
         better_than: The methods, and the controls of this method, that this method is significantly better than.
         images: The number of images for which all methods have a value.
         seconds: The median duration of the method for one image; None for controls.
+        p: The p-value of all images together, of exact tests.
     """
 
     name: str
@@ -105,6 +111,7 @@ class ComparisonRow:
     better_than: tuple[str, ...] = ()
     images: int = 0
     seconds: float | None = None
+    p: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +155,7 @@ _ROW: tuple[Column[ComparisonRow], ...] = (
     Column("method", lambda row: row.name, "left"),
     Column("mean", lambda row: number(row.mean), hint="over the images"),
     Column("error", lambda row: number(row.error), hint="standard error over the images"),
+    Column("p", lambda row: number(row.p), hint="of an exact test, of all images together"),
     Column("random", lambda row: number(row.random), hint="mean of the method's own random controls"),
     Column("rank", lambda row: str(row.rank or "")),
     Column("95 %", _range, hint="range of the rank if the images are drawn again"),
@@ -277,6 +285,11 @@ class _MetricValues:
             control: np.array([[result.controls[control] for result in row] for row in rows], dtype=np.float64)
             for control in results[0].controls
         }
+        tested = {
+            name: [result.p for result in row if result.p is not None]
+            for name, row in zip(self.methods, rows, strict=True)
+        }
+        self.p = {name: combined_p(np.array(p)) for name, p in tested.items() if p}
         self.seconds = [float(np.median([result.seconds for result in row])) if row else 0.0 for row in rows]
         self.curves = [[result.curves for result in row] for row in rows]
 
@@ -311,8 +324,10 @@ class _MetricValues:
         for name, values, control, rank, seconds in zip(
             self.methods, self.values, random, ranks, self.seconds, strict=True
         ):
-            beaten = tuple(worse for winner, worse in wins if winner == name)
-            rows.append(ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds))
+            beaten, p = tuple(worse for winner, worse in wins if winner == name), self.p.get(name)
+            rows.append(
+                ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds, p)
+            )
         rows.sort(key=lambda row: row.rank or 0)
         for name, values in self.controls.items():
             if name != "random":
@@ -424,6 +439,21 @@ def holm(p: _Array) -> _Array:
     return corrected
 
 
+def combined_p(p: _Array) -> float:
+    """Return the p-value of the mean of exact p-values (n,) of n images.
+
+    If no image shows anything, each p-value is at least as large as a uniform one. So their sum is compared with the
+    distribution of the sum of n uniform numbers on a grid.
+
+    Source: Edgington, "An Additive Method for Combining Probability Values from Independent Experiments" (1972),
+        https://doi.org/10.1080/00223980.1972.9924813.
+    """
+    total, mass = int(np.ceil(GRID * p - 1e-9).sum()), np.ones(1)
+    for _ in p:
+        mass = np.convolve(mass, np.full(GRID, 1 / GRID))
+    return float(mass[: total - len(p) + 1].sum())
+
+
 def rank_ranges(values: _Array, seed: int = 0) -> list[tuple[int, int, int]]:
     """Return for each row of values (K, n) its rank by the mean, 1 for the lowest, and the range of 95 % of its ranks.
 
@@ -472,7 +502,7 @@ def compare(
         boxes: Instead of a mask, the box of the object in each image, (x0, y0, x1, y1) in pixels of the upright image;
             or several boxes, (K, 4). None without an object. The box (0, 0, 1, 1) is the first pixel.
         seed: The seed of all draws.
-        **options: As for `saliency.metrics.measure`: `score`, `chunk`, `progress`.
+        **options: As for `saliency.metrics.measure`: `score`, `chunk`, `progress`, `others`.
 
     Returns:
         A table of methods and controls by metrics, with errors, ranks and significant differences.
@@ -497,7 +527,9 @@ def compare(
             raise MethodError(f"got {len(values)} {what} for {plural(len(inputs), 'image')}")
     results: list[MetricResult] = []
     for index, (image, image_target, *region) in enumerate(zip(inputs, targets, *regions, strict=True)):
-        context = {"seed": seed, "shared": SharedResults(), **options}
+        others = (inputs[:index] + inputs[index + 1 :])[:12]
+        given = torch.cat(others) if isinstance(image, Tensor) and others else others
+        context = {"seed": seed, "shared": SharedResults(), "others": given if len(others) > 2 else None, **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
             results += measure_image(str(index), name, method, image, image_target, resolved, *region, **context)
     return Comparison(results, seed)
@@ -558,7 +590,8 @@ def measure_image(
         controls = {key: _number(control.values) for key, control in measured.controls.items()}
         curves = {} if None in (value, *controls.values()) else _curves(measured)
         higher = measured.higher_is_better
-        results.append(MetricResult(name, method_name, metric, value, controls, higher, seconds, curves))
+        p = None if measured.p is None else float(measured.p)
+        results.append(MetricResult(name, method_name, metric, value, controls, higher, seconds, curves, p))
     return results
 
 

@@ -1,23 +1,29 @@
-"""The trust card of a map: its properties, each compared with maps that ignore the prediction."""
+"""The trust card of a map: two exact tests, and measured numbers next to those of maps that ignore the prediction."""
 
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from .. import tables
-from ..attribution.base import METHODS, Attribution, Together
+from ..attribution.base import METHODS, Attribution
 from ..attribution.explanation import Explanation
-from ..errors import LayerError, MethodError, NotApplicableError
+from ..attribution.heatmap import reduced_maps
+from ..attribution.options import declared_options
+from ..errors import LayerError, MethodError, NotApplicableError, SaliencyError
 from ..io.atomic_write import write_by_suffix
 from ..io.inputs import ImagesLike
 from ..model.answer import Answer
@@ -25,107 +31,121 @@ from ..tables import Column, Table, escaped, number
 from ..targets.classes import TargetLike
 from ..targets.similarity import ITSELF
 from ..validation import check_number
-from .metrics.base import RANDOM_CONTROLS, Measurement, Metric, Outcome, SharedResults, Subject, measure, measurement
-from .metrics.faithfulness import Deletion, Infidelity, Insertion
+from .metrics.base import (
+    IMAGE_CONTROLS,
+    Measurement,
+    SharedResults,
+    Subject,
+    control_maps,
+    measurements,
+    resized_within,
+)
+from .metrics.exact_tests import (
+    CURVES,
+    ClassTest,
+    ExactTest,
+    WeightsTest,
+    effects,
+    full_size,
+    slack,
+    untrained_map,
+)
+from .metrics.faithfulness import Infidelity, correlation, row_ranks
 from .metrics.map_metrics import RankCorrelation
-from .metrics.method_metrics import MPRT, NoiseMargin, RandomLogit
-from .metrics.road import ROAD
+from .metrics.method_metrics import AvgSensitivity
+
+LEVEL = 0.05
+"""The largest p-value of a clear verdict."""
+
+STOP = 3
+"""The number of untrained networks with a better map after which the test of the weights ends."""
 
 UNCLEAR = "cannot be told from chance"
-WORSE = "worse than all controls"
-OTHERS = ("grad_cam", "layer_cam", "input_x_gradient")
-GRADIENTS = ("input_x_gradient", "vanilla_gradient")
-"""The methods with which a map is compared; on models without a layer for CAMs, the first other of `GRADIENTS`."""
+WORSE = "worse than maps of untrained networks"
 
-GROUPS = {
-    "depends on the model": {
-        "mprt": ("depends on the weights (MPRT)", "the map changes when the weights are randomised"),
-        "random_logit": ("depends on the class (random logit)", "the map changes with the explained class"),
-        "random_box": ("depends on the box (random logit)", "the map changes with the explained box"),
-        "noise_margin": ("stable under noise (noise margin)", "noise changes the map less than random weights do"),
-    },
-    "marks what matters": {
-        "deletion": ("needed for the score (deletion)", "deleting the marked pixels lowers the score faster"),
-        "insertion": ("enough for the score (insertion)", "inserting the marked pixels raises the score faster"),
-        "road": ("needed, with imputation (ROAD)", "imputing the marked pixels lowers the score faster"),
-        "infidelity": ("predicts the score (infidelity)", "the map predicts how far hidden squares lower the score"),
-        "rank_correlation": ("agrees with others (rank correlation)", "other methods mark the same pixels"),
-    },
+TITLES = {
+    "class": "depends on the class",
+    "weights": "marks what the model learned to use",
+    "place": "lies where it matters (its own copies)",
+    "deletion": "needed for the score (deletion)",
+    "insertion": "enough for the score (insertion)",
+    "infidelity": "predicts the score (infidelity)",
+    "mprt": "changes with the weights (MPRT)",
+    "avg_sensitivity": "changes under noise (average sensitivity)",
+    "rank_correlation": "agrees with other methods (rank correlation)",
 }
-"""The groups of a card: the title and the verdict of each metric.
+"""The title of each row. The first two are tests."""
 
-A map of the right model can still be at the wrong position.
-"""
+CONTROLS = {"centre": "a spot at the centre"} | {name: name for name in IMAGE_CONTROLS}
+"""The maps with which a map is compared by name, and their names in sentences."""
 
-CONTROLS = ("centre", "edges", "random")
-"""The controls of the second group. A constant map gives pixels no order; ties would mark half of the image."""
+REFERENCES = ("grad_cam", "input_x_gradient")
+"""The methods with which a map is compared, if they are of another family."""
 
-UNTIL = 0.25
-"""The fraction of the pixels that are deleted or inserted; if all pixels are, right maps are clear less often."""
+SAME = 0.95
+"""The rank correlation above which two methods have the same map, so that their agreement means nothing."""
 
-SLIGHT = 0.05
-"""Rank correlations, and drops in them, below this number are called slight, even if they are clear."""
+SLOW = 1.0
+"""The seconds of a call above which the tests use fewer passes."""
+
+DRAWS = 5
+"""The number of untrained networks, and of noisy images, of the numbers without a test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """One property of a map.
+    """One row of a card: a test, or a measured number.
 
     Attributes:
-        name: The metric.
-        group: The group of `GROUPS`.
-        title: The property and its metric in words, such as "depends on the weights (MPRT)".
-        value: The value of the metric.
-        error: The standard error of the value; NaN if the metric does not sample.
-        controls: The mean value of each map that ignores the prediction.
-        control_ranges: The range of each control, as in `saliency.metrics.Control`.
+        name: "class", "weights", "place" or the metric.
+        title: The property in words, such as "depends on the class".
+        value: The value of the metric; of a test, the size of the effect.
+        error: The standard error of the value; NaN if it has none.
         higher_is_better: Whether higher values are better.
-        verdict: One sentence; `UNCLEAR` unless the value is outside of the ranges of all controls; `WORSE` if it is
-            worse than all ranges.
+        verdict: One sentence.
+        p: The p-value of a test; None for numbers without a test.
+        controls: The values of maps that ignore the prediction.
+        strip: For ranks: the score of the map, then of the maps among which it is ranked.
     """
 
     name: str
-    group: str
     title: str
     value: float
     error: float
-    controls: dict[str, float]
-    control_ranges: dict[str, tuple[float, float]]
     higher_is_better: bool
     verdict: str
+    p: float | None = None
+    controls: dict[str, float] = field(default_factory=dict)
+    strip: tuple[float, ...] = ()
+
+    @property
+    def size(self) -> float:
+        """The size of the effect of a test, which is its value."""
+        return self.value
 
     @property
     def is_clear(self) -> bool:
-        """Whether the value is better than the ranges of all controls."""
-        return self.verdict not in (UNCLEAR, WORSE)
+        """Whether the p-value of a test is at most `LEVEL`."""
+        return self.p is not None and self.p <= LEVEL
 
     @property
     def is_worse(self) -> bool:
-        """Whether the value is worse than the ranges of all controls."""
+        """Whether the map is worse than all maps of untrained networks."""
         return self.verdict == WORSE
 
 
-def _plus_minus(value: float, error: float) -> str:
-    return number(value) if math.isnan(error) else f"{number(value)} ± {number(error)}"
-
-
-def _controls(row: Property) -> str:
-    return ", ".join(f"{name} {_range(value, *row.control_ranges[name])}" for name, value in row.controls.items())
-
-
-def _range(value: float, low: float, high: float) -> str:
-    return number(value) if low == high else f"{number(value)} ({number(low)} to {number(high)})"
+def _value(row: Property) -> str:
+    if math.isnan(row.value):
+        return ""
+    return number(row.value) if math.isnan(row.error) else f"{number(row.value)} ± {number(row.error)}"
 
 
 _COLUMNS: tuple[Column[Property], ...] = (
     Column("the map ...", lambda row: row.title, "left"),
-    Column(
-        "clear", lambda row: "yes" if row.is_clear else "worse" if row.is_worse else "?", "left", "than all controls"
-    ),
+    Column("p", lambda row: "" if row.p is None or math.isnan(row.p) else number(row.p), hint="of a test"),
+    Column("value", _value, hint="with its standard error"),
     Column("verdict", lambda row: row.verdict, "left"),
-    Column("value", lambda row: _plus_minus(row.value, row.error), hint="with its standard error, if it samples"),
-    Column("better", lambda row: "higher" if row.higher_is_better else "lower", "left"),
-    Column("controls", _controls, "left", "with the ranges of their draws or samples"),
+    Column("others", lambda row: ", ".join(f"{name} {number(value)}" for name, value in row.controls.items()), "left"),
 )
 
 
@@ -146,19 +166,13 @@ class TrustCard(Table[Property]):
 
     @property
     def summary(self) -> str:
-        """One line: the number of clear properties per group, then the unclear, worse and unmeasured properties."""
-        others = {
-            WORSE: [row.title for row in self if row.is_worse],
-            UNCLEAR: [row.title for row in self if row.verdict == UNCLEAR],
-            "not measured": list(missing_properties(self.measurements).values()),
-        }
-        rest = [f"{why}: {', '.join(titles)}" for why, titles in others.items() if titles]
-        return "; ".join([*(f"{group}: {self.clear_in(group)}" for group in GROUPS), *rest])
+        """One line: the verdicts of both tests."""
+        return "; ".join(f"{row.title}: {row.verdict}" for row in self.tests)
 
-    def clear_in(self, group: str) -> str:
-        """Return how many of the measured properties of a group of `GROUPS` are clear."""
-        rows = [row for row in self if row.group == group]
-        return f"{sum(row.is_clear for row in rows)} of {len(rows)} clear"
+    @property
+    def tests(self) -> tuple[Property, Property]:
+        """The rows of both tests."""
+        return self["class"], self["weights"]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the card as .json, .html or .png, atomically, and return the path.
@@ -178,7 +192,9 @@ class TrustCard(Table[Property]):
         """Return the card as JSON, with the settings of each metric. NaN and infinite numbers are null."""
         rows = [asdict(row) | {"is_clear": row.is_clear, "is_worse": row.is_worse} for row in self]
         for row in rows:
-            row["settings"] = dict(self.measurements[row["name"]].settings)
+            row["settings"] = dict(self.measurements[row["name"]].settings) if row["name"] in self.measurements else {}
+            if row["p"] is None:
+                del row["p"]  # of a number without a test
         card = {name: getattr(self, name) for name in ("title", "summary", "seed", "seconds", "notes")}
         return json.dumps(_without_nan(card | {"properties": rows}), indent=2) + "\n"
 
@@ -208,25 +224,30 @@ def trust(
     image: ImagesLike | Answer,
     target: TargetLike = None,
     *,
+    others: ImagesLike | None = None,
+    draws: int = 19,
     seconds: float | None = None,
     seed: int = 0,
     shared: SharedResults | None = None,
 ) -> TrustCard:
     """Measure whether a map of one image can be trusted.
 
-    Each property is compared with maps that ignore the prediction. It is clear only where the map is better than all
-    these maps: for deletion, insertion, ROAD, infidelity and agreement, these are the edges of the image, a spot at the
-    centre and 19 copies of the map at random positions.
+    Two exact tests have a verdict: whether the map depends on the class, and whether it marks what the model learned to
+    use, as `saliency.metrics.ClassTest` and `saliency.metrics.WeightsTest`. All other rows are numbers.
 
     Args:
         method: The method.
         image: One image, as for `Attribution.attribute`.
         target: As for `Attribution.attribute`.
-        seconds: A time limit. Fewer samples are drawn if more would not fit, and metrics that call the method are
-            left out if two calls would not fit. Without a limit, the card depends only on the seed, and takes
-            about 190 forwards and 20 calls of the method.
+        others: At least three images of other classes, as for `Attribution.attribute`. By default, photos of the
+            package, if the model has as many classes as ImageNet.
+        draws: The number of untrained networks: 19 for a level of 5 %, 99 for 1 %. Few are drawn if some of their maps
+            are better.
+        seconds: A time limit. After it, no further network is drawn, which makes the p-value larger, and the numbers
+            without a test are left out. Without a limit, the card depends only on the seed.
         seed: The seed of all draws.
-        shared: The scores of perturbed images that cards of other methods in the same call share with this one.
+        shared: The scores of perturbed images, and the untrained networks, that cards of other methods in the same
+            call share with this one.
 
     Raises:
         MethodError: `method` is not a method, there are several images, or `seconds` is invalid.
@@ -236,107 +257,146 @@ def trust(
         raise MethodError(f"expected a method, such as GradCAM(model), got {method!r}")
     if isinstance(image, Mapping):
         raise MethodError("a trust card is of one image, of a model that holds its other inputs; got a mapping of them")
+    limit = math.inf if seconds is None else check_number("seconds", seconds, above=0)
     explanation = method.attribute(image, target)
+    is_slow = time.perf_counter() - began > SLOW
     if len(explanation) != 1:
         raise MethodError(f"a trust card is of one image, got {len(explanation)}")
-    context: dict[str, Any] = {"method": method, "target": target, "seed": seed, "controls": CONTROLS}
-    subject = Subject(explanation, inputs=image, **context)
-    context["inputs"] = subject.inputs_for(method, subject.images)
-    metrics = _metrics(subject, None if seconds is None else check_number("seconds", seconds, above=0))
-    measurements = measure(metrics, explanation, shared=shared, **context)
-    measurements = [
-        replace(measured, metric="random_box") if measured.settings.get("of") == "box" else measured
-        for measured in measurements
-    ]
-    if explanation.target_names[0] != ITSELF:  # where the gradients of the other methods are zero
-        measurements.append(_agreement(subject, context))
-    notes = _notes(explanation, {measured.metric for measured in measurements})
+    context: dict[str, Any] = {"seed": seed, "shared": shared or SharedResults(), "others": others}
+    subject = Subject(explanation, method=method, inputs=image, target=target, controls=list(CONTROLS), **context)
+    tested = _coarse(subject, context) if is_slow else subject
+    weights = WeightsTest(draws=draws, stop=STOP, seconds=seconds)
+    measured = dict[str, Measurement]()
+    rows = [_test_row(test, tested, measured) for test in (ClassTest(), weights)]
+    for numbers in (_place, _compared, _changed, _agreement):
+        if time.perf_counter() - began < limit:
+            rows += numbers(tested if numbers is _changed else subject, measured)
     title = f"Trust card of {explanation.method} for {explanation.target_names[0]}"
-    card = TrustCard([property_of(measured) for measured in measurements], _COLUMNS, title, notes)
-    card.explanation, card.seed = explanation, seed
-    card.measurements = {measured.metric: measured for measured in measurements}
-    if "mprt" not in card.measurements:
-        why = f"was not measured: two calls of the method do not fit into seconds={seconds}; leave it out for all rows"
-        card.absent = {name: f'"{name}" {why}' for name in GROUPS["depends on the model"]}
+    card = TrustCard(rows, _COLUMNS, title, _notes(tested, explanation))
+    card.explanation, card.seed, card.measurements = explanation, seed, measured
+    why = f"was not measured: it does not fit into seconds={seconds}, or does not apply"
+    card.absent = {name: f'"{name}" {why}' for name in TITLES.keys() - {row.name for row in rows}}
     card.seconds = time.perf_counter() - began
     return card
 
 
-def _metrics(subject: Subject, seconds: float | None) -> list[Metric]:
-    """Return the metrics of a card, with as many passes as fit into the time."""
-    draws, steps, passes = 5, 2, 60
-    if seconds is not None:
-        inputs = subject.inputs_for(subject.method, subject.images)
-        call = _seconds_of(lambda: subject.method.attribute(inputs, subject.explained_target))
-        forward = _seconds_of(lambda: subject.scores_of(subject.images))
-        draws = min(draws, int(0.4 * seconds / call / 5))
-        steps = max(1, min(steps, int(0.4 * seconds / forward / (2 * RANDOM_CONTROLS))))
-        passes = max(20, min(passes, int(0.1 * seconds / forward)))
-    metrics: list[Metric] = []
-    if draws >= 2:
-        (classes,), (boxes,) = subject.others(), subject.others("box")
-        is_class = bool(classes) or None not in subject.explanation.target
-        metrics += [MPRT(layers=1, draws=draws), *([RandomLogit(draws=draws)] if is_class else [])]
-        metrics += [*([RandomLogit(draws=draws, of="box")] if boxes else []), NoiseMargin(passes=draws, draws=draws)]
-    curves = [Deletion(steps=steps, until=UNTIL), Insertion(steps=steps, until=UNTIL)]
-    return [*metrics, *curves, ROAD(shares=(0.2, 0.5)), Infidelity(passes=passes)]
+def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
+    """Return the subject of a faster method on the same image, with fewer passes or larger windows, if it has any."""
+    method, faster = copy.copy(subject.method), {"window": 64, "stride": 32}
+    for name, least in (("passes", 100), ("steps", 5)):
+        given: Any = getattr(method, name, None) or getattr(method, "default_passes", least)
+        faster[name] = min(given, max(least, given // 20))
+    options = declared_options(type(method)).keys() & faster.keys()
+    if not options:
+        return subject
+    vars(method).update({name: faster[name] for name in options})
+    inputs, target = subject.inputs_for(method, subject.images), subject.explained_target
+    explanation = method.attribute(inputs, target)
+    return Subject(explanation, method=method, inputs=inputs, target=target, controls=False, **context)
 
 
-def _seconds_of(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def _agreement(subject: Subject, context: dict[str, Any]) -> Measurement:
-    """Return the mean rank correlation with other methods that share one forward, in the context of the subject."""
-    method = subject.method
-
-    def explained(names: Sequence[str]) -> list[Explanation]:
-        others = [METHODS[name](method.model, preprocess=method.preprocess, layout=method.layout) for name in names]
-        return Together(*others).attribute(subject.inputs_for(method, subject.images), subject.explained_target)
-
-    others, gradients = ([name for name in names if name != method.name] for names in (OTHERS, GRADIENTS))
+def _test_row(test: ExactTest, subject: Subject, measured: dict[str, Measurement]) -> Property:
+    """Return the row of a test, or the reason why it was not measured."""
+    title, strip, chance = TITLES[test.name], tuple[float, ...](), {"chance": 0.25}
     try:
-        references = explained(others)
-    except (LayerError, NotApplicableError):  # no layer for a CAM
-        references = explained(gradients[:1])
-    metric = RankCorrelation()
-    pairs = [Subject(subject.explanation, reference=other, **context) for other in references]
-    values = torch.stack([metric.outcome(pair).values for pair in pairs]).mean(0)
-    return measurement(metric, subject, Outcome(values))
+        (result,) = measurements([test], subject)
+    except SaliencyError as reason:
+        return Property(test.name, title, math.nan, math.nan, True, f"not measured: {reason}", math.nan)
+    measured[test.name] = result
+    value, error, p = (float(cast("Tensor", part)) for part in (result.values, result.error, result.p))
+    sentence = f"{value:.0%} of the map lies on the image of its class (25 % by chance)"
+    if isinstance(test, WeightsTest):
+        own, others, missing = test.scores(subject)
+        strip, chance, without = (own, *others), {}, f", and {missing} others have no map" if missing else ""
+        sentence = f"better than the maps of {round(value * len(others))} of {len(others)} untrained networks{without}"
+    elif None in subject.explanation.target:
+        chance, sentence = (
+            {"chance": 0.5},
+            f"better for its object than {value:.0%} of the maps of others (50 % by chance)",
+        )
+    is_worst = len(strip) * LEVEL >= 1 and all(score > strip[0] + slack(strip[0]) for score in strip[1:])
+    verdict = sentence if p <= LEVEL else WORSE if is_worst else f"{UNCLEAR}: {sentence}"
+    return Property(test.name, title, value, error, True, verdict, p, chance, strip)
 
 
-def property_of(measured: Measurement) -> Property:
-    """Return the property that a measurement of one image shows."""
-    group = next(group for group, metrics in GROUPS.items() if measured.metric in metrics)
-    title, verdict = GROUPS[group][measured.metric]
-    if not measured.beats_controls:
-        verdict = WORSE if measured.loses_to_controls else UNCLEAR
-    elif measured.metric in (*GROUPS["depends on the model"], "rank_correlation") and measured.values < SLIGHT:
-        verdict += ", but only slightly"
-    value, error = float(measured.values), math.nan if measured.error is None else float(measured.error)
-    controls = {name: float(control.values) for name, control in measured.controls.items()}
-    ranges = {name: (float(control.low), float(control.high)) for name, control in measured.controls.items()}
-    is_higher = bool(measured.higher_is_better)
-    return Property(measured.metric, group, title, value, error, controls, ranges, is_higher, verdict)
+def _place(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
+    """Return the rank of the map among copies of itself at other positions."""
+    copies = control_maps(reduced_maps(subject.explanation, None), subject.seed, names=("random",))
+    size = subject.explanation.input_size
+    maps = [full_size(subject.explanation), *(resized_within(moved, size) for moved in copies)]
+    own, *others = scores = effects(subject, torch.cat(maps)).tolist()
+    worse = sum(score < own - slack(own) for score in others)
+    verdict = f"better than {worse} of {len(others)} copies of itself at other positions"
+    return [Property("place", TITLES["place"], worse / len(others), math.nan, True, verdict, strip=tuple(scores))]
 
 
-def missing_properties(measured: Collection[str]) -> dict[str, str]:
-    """Return the titles, by metric, of the properties that were not measured, except of boxes."""
-    titles = {name: title for metrics in GROUPS.values() for name, (title, _) in metrics.items()}
-    return {name: title for name, title in titles.items() if name not in (*measured, "random_box")}
+def _compared(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
+    """Return metrics of faithfulness, compared with maps that ignore the prediction."""
+    compared, rows = copy.copy(subject), list[Property]()
+    compared.controls = list(CONTROLS)
+    for result in measurements([*CURVES, Infidelity(passes=60)], compared):
+        better = 1 if result.higher_is_better else -1
+        value = float(result.values)
+        others = {name: float(control.values) for name, control in result.controls.items()}
+        unbeaten = [CONTROLS[name] for name, other in others.items() if better * (value - other) <= slack(value)]
+        verdict = f"no better than {', '.join(unbeaten)}" if unbeaten else f"better than {', '.join(CONTROLS.values())}"
+        rows.append(_number_row(result, verdict, others))
+        measured[result.metric] = result
+    return rows
 
 
-def _notes(explanation: Explanation, measured: Collection[str]) -> list[str]:
-    notes = [
-        "clear: better than all controls, maps that ignore the prediction: the edges of the image, a spot at the "
-        "centre, and the map itself at 19 random positions; for the first group a constant, noise and the edges",
-        "worse: worse than all of them; ±: a standard error; in brackets: the range of 90 % of the draws, or two "
-        "standard errors of the difference if the metric samples",
-    ]
-    if missing := missing_properties(measured).values():
-        notes.append(f"not measured: {', '.join(missing)}")
+def _number_row(result: Measurement, verdict: str, controls: Mapping[str, float] = MappingProxyType({})) -> Property:
+    value, error = float(result.values), math.nan if result.error is None else float(result.error)
+    title, higher = TITLES[result.metric], bool(result.higher_is_better)
+    return Property(result.metric, title, value, error, higher, verdict, controls=dict(controls))
+
+
+def _changed(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
+    """Return how far the map changes with the weights, and under noise."""
+    if "weights" not in measured:
+        return []
+    maps = [full_size(subject.explanation), *(untrained_map(subject, draw) for draw in range(DRAWS))]
+    ranks = row_ranks(torch.cat(maps).flatten(1))
+    drops = 1 - correlation(ranks[:1], ranks[1:])
+    drop, error = float(drops.mean()), float(drops.std()) / math.sqrt(DRAWS)
+    verdict = f"the rank correlation with the maps of {DRAWS} untrained networks is {number(1 - drop)}"
+    quiet = copy.copy(subject)
+    quiet.controls = []
+    (noise,) = measurements([AvgSensitivity(passes=DRAWS)], quiet)
+    measured["avg_sensitivity"] = noise
+    changes = f"small noise changes the map by {float(noise.values):.0%}"
+    return [Property("mprt", TITLES["mprt"], drop, error, True, verdict), _number_row(noise, changes)]
+
+
+def _agreement(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
+    """Return the rank correlation with methods of other families, if their maps are not the same."""
+    if subject.explanation.target_names[0] == ITSELF:  # where gradients are zero
+        return []
+    method, values = subject.method, dict[str, float]()
+    for name in REFERENCES:
+        cls = METHODS[name]
+        if cls.__module__ == type(method).__module__:
+            continue
+        other = cls(method.model, preprocess=method.preprocess, layout=method.layout)
+        with suppress(LayerError, NotApplicableError):  # no layer for CAMs
+            reference = other.attribute(subject.inputs_for(method, subject.images), subject.explained_target)
+            result = RankCorrelation().measure(subject.explanation, reference=reference, controls=False)
+            values[name] = float(result.values)
+    distinct = {name: value for name, value in values.items() if abs(value) <= SAME}
+    if not distinct:
+        return []
+    measured[result.metric] = replace(
+        result, values=torch.full_like(result.values, sum(distinct.values()) / len(distinct))
+    )
+    return [_number_row(measured[result.metric], f"with {', '.join(distinct)}")]
+
+
+def _notes(subject: Subject, explanation: Explanation) -> list[str]:
+    notes = ["p: the probability of such a rank by chance; it is clear up to 0.05; ±: a standard error"]
+    faster = {key: value for key, value in subject.explanation.settings.items() if value != explanation.settings[key]}
+    if faster:
+        options = ", ".join(f"{name}={value}" for name, value in faster.items())
+        notes.append(f"the method is slow, so both tests are of its map with {options}")
     if explanation.coverage is not None:
         notes.append(f"coverage: {explanation.coverage}")
     if explanation.residual is not None:

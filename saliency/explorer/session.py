@@ -50,7 +50,7 @@ from ..errors import (
     SaliencyWarning,
     TargetError,
 )
-from ..evaluation.trust import missing_properties, trust
+from ..evaluation.trust import trust
 from ..io.atomic_write import SOFTWARE
 from ..io.geometry import Frame, scaled_size
 from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_images
@@ -257,7 +257,6 @@ class Session:
             "asks": list(self.asks),
             "images": [{"index": index, "name": name} for index, (name, _) in enumerate(self._offered)],
             "sample": self._is_sample,
-            "properties": missing_properties(()),
             "colors": {SEQUENTIAL: _colors(SEQUENTIAL, False), DIVERGING: _colors(DIVERGING, True)},
             "limits": {"bytes": MOST_BYTES, "pixels": MOST_PIXELS},
             "opacity": MOST_OPACITY,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"  # of a card
-MARKERS = {"constant": "s", "centre": "o", "random": "x", "edges": "^"}
+MARKERS = {"chance": "|", "centre": "o", "edges": "^", "smoothed edges": "v", "colour contrast": "s"}
 
 POSITIVE, NEGATIVE, SCORE = "#c8352b", "#2b62c8", "#222222"  # of a ledger
 WIDTH, ROW_HEIGHT = 9.0, 0.36  # inches
@@ -41,26 +41,20 @@ LONGEST_HEADING = 80  # characters
 
 
 def draw_trust(card: TrustCard) -> Figure:
-    """Draw the overlay, and one axis for each property of a trust card; see `results.figure`."""
-    rows = list(card)
+    """Draw the overlay, and one axis for each ranked or compared property of a card; see `results.figure`."""
+    rows = [row for row in card if row.p is not None or row.strip or row.controls]
     drawing = new_figure(10, 0.6 * len(rows) + 1.4)
     grid = drawing.add_gridspec(len(rows), 2, width_ratios=(1, 2))
     axes = drawing.add_subplot(grid[:, 0])
     axes.imshow(np.asarray(overlay(framed(card.explanation))))
     axes.set_axis_off()
-    groups = set[str]()
     for number_of_row, row in enumerate(rows):
-        axes = drawing.add_subplot(grid[number_of_row, 1])
-        _draw_property(axes, row)
-        if row.group not in groups:
-            groups.add(row.group)
-            title = f"{row.group}: {card.clear_in(row.group)}\n"
-            axes.set_title(title, x=0, ha="left", weight="bold", fontsize=TEXT_SIZE + 1)
+        _draw_property(drawing.add_subplot(grid[number_of_row, 1]), row)
     drawing.suptitle(card.title, fontsize=TITLE_SIZE + 2, parse_math=False)
     from matplotlib.lines import Line2D  # takes a second to import
 
-    names = dict.fromkeys(name for row in rows for name in row.controls)
-    keys = [Line2D([], [], color=GREY, marker=MARKERS[name], linestyle="", label=name) for name in names]
+    names = {"maps among which it is ranked": "x"} | MARKERS
+    keys = [Line2D([], [], color=GREY, marker=marker, linestyle="", label=name) for name, marker in names.items()]
     title = "better values lie to the right; grey: maps that ignore the prediction"
     style: dict[str, Any] = {"fontsize": TEXT_SIZE, "title_fontsize": TEXT_SIZE, "frameon": False}
     drawing.legend(handles=keys, title=title, loc="outside lower right", ncols=len(keys), **style)
@@ -73,19 +67,20 @@ def card_png(card: TrustCard) -> bytes:
 
 
 def _draw_property(axes: Axes, row: Property) -> None:
-    """Draw the value and the controls of a property on one line."""
-    for name, value in row.controls.items():
-        axes.plot(row.control_ranges[name], (0, 0), color=GREY, alpha=0.8)
-        axes.plot(value, 0, color=GREY, marker=MARKERS[name], markersize=5, alpha=0.8)
-    error = 0.0 if math.isnan(row.error) else 2 * row.error
+    """Draw the map of a property, and the maps with which it is ranked or compared, on one line."""
+    own, *ranked = row.strip or (row.value,)
+    for marker, value in [*(("x", score) for score in ranked), *((MARKERS[n], row.controls[n]) for n in row.controls)]:
+        axes.plot(value, 0, color=GREY, marker=marker, markersize=5, alpha=0.8)
+    error = 0.0 if math.isnan(row.error) or row.strip else 2 * row.error
     color = GREEN if row.is_clear else RED if row.is_worse else INK
-    axes.errorbar(row.value, 0, xerr=error, color=color, marker="D", markersize=7)
-    axes.set_title(f"{row.title}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
+    axes.errorbar(own, 0, xerr=error, color=color, marker="D", markersize=7)
+    p = "" if row.p is None or math.isnan(row.p) else f" (p = {row.p:.2g})"
+    axes.set_title(f"{row.title}{p}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
     axes.set_yticks([])
     axes.xaxis.set_major_formatter(lambda value, position: f"{value:.4g}")
     axes.tick_params(labelsize=TEXT_SIZE - 1)
     axes.spines[["left", "right", "top"]].set_visible(False)
-    if not row.higher_is_better:
+    if not row.higher_is_better and not row.strip:
         axes.invert_xaxis()
 
 

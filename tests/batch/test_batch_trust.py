@@ -10,6 +10,7 @@ import pytest
 
 import saliency
 from saliency.batch import BatchError, network
+from saliency.batch.sources import find_images
 from saliency.cli import main
 from tests.batchwork import Tiny, noise, photos, quick, rows
 
@@ -45,6 +46,7 @@ def test_each_overlay_has_a_card_and_its_row_the_verdicts(tmp_path: Path) -> Non
     (row,) = rows(out)
     card = saliency.trust(saliency.GradCAM(Tiny()), image)
     assert {name: each["verdict"] for name, each in row["trust"].items()} == {each.name: each.verdict for each in card}
+    assert row["trust"]["weights"]["p"] == card["weights"].p
     assert row["trust"]["deletion"]["value"] == pytest.approx(card["deletion"].value)
     assert row["trust"]["deletion"]["controls"] == pytest.approx(card["deletion"].controls)
     written = json.loads((out / "trust" / "a.grad_cam.json").read_text())
@@ -66,8 +68,7 @@ def test_cards_of_one_image_share_the_scores_of_equal_images(tmp_path: Path, mon
         assert [each.value for each in cards[name]] == pytest.approx([each.value for each in alone], nan_ok=True)
     first, second = ({each.metric: each.passes for each in cards[name].measurements.values()} for name in cards)
     assert second["infidelity"] == 0  # the squares
-    assert first["deletion"] - second["deletion"] == 4  # the edges and the Gaussian
-    assert second["mprt"] == first["mprt"]
+    assert first["deletion"] - second["deletion"] == 8  # the edges, also smoothed, the Gaussian and the contrast
 
 
 def test_a_batch_is_one_image_unless_its_size_is_given(source: Path, tmp_path: Path, measured: list[str]) -> None:
@@ -113,3 +114,15 @@ def test_explain_shows_an_overlay_whose_card_failed(
     assert "00.png by grad_cam: no trust card: a card is too much to ask" in err
     assert str(tmp_path / "00.grad_cam.png") in out
     assert "1 overlay of 1 image" in out
+
+
+def test_the_test_of_the_class_takes_images_of_the_folder_unless_the_package_has_photos(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 5)
+    first, *others = find_images(tmp_path / "in").entries
+    model, imagenet = Tiny(), [f"class {number}" for number in range(1000)]
+    paths = [Path(entry.path) for entry in others]
+    assert network.other_images(saliency.GradCAM(model), first) == paths
+    assert network.other_images(saliency.GradCAM(model, categories=imagenet), first) is None
+    paths[0].unlink()
+    paths[1].unlink()
+    assert network.other_images(saliency.GradCAM(model), first) is None

@@ -315,42 +315,33 @@ def test_the_large_view_shows_all_methods_side_by_side(opened: Visit, run: Path)
 
 
 def test_the_large_view_shows_the_trust_card_of_each_method(opened: Visit, tmp_path: Path) -> None:
-    deletion = {"title": "needed (deletion)", "is_clear": True, "verdict": "the score falls faster", "value": 0.1}
-    deletion |= {
-        "error": 0.05,
-        "higher_is_better": False,
-        "controls": {"random": 0.6},
-        "control_ranges": {"random": [0.4, 0.8]},
-        "group": "marks what matters",
-        "is_worse": False,
-    }
-    worse = {**deletion, "is_clear": False, "is_worse": True, "verdict": "worse", "value": 0.8, "error": None}
-    unclear = {**worse, "is_worse": False, "verdict": "cannot be told from chance", "group": "depends on the model"}
+    weights: Row = {"title": "marks what matters", "is_clear": True, "is_worse": False, "p": 0.05, "value": 1.0}
+    weights |= {"verdict": "better than 2 of 2", "error": 0.0, "higher_is_better": True, "controls": {}}
+    weights["strip"] = [0.8, 0.4, 0.6]
+    worse = {**weights, "is_clear": False, "is_worse": True, "p": 1.0, "verdict": "worse", "strip": [0.2, 0.4, 0.6]}
+    missing = {**worse, "is_worse": False, "p": None, "value": None, "error": None, "verdict": "not measured"}
+    deletion: Row = {"title": "needed (deletion)", "is_clear": False, "is_worse": False, "value": 0.1, "error": 0.05}
+    deletion |= {"verdict": "better than edges", "higher_is_better": False, "controls": {"edges": 0.6}, "strip": []}
     files: Row = {
         "card": "trust/photo-0.grad_cam.html",
-        "trust": {"mprt": unclear, "deletion": deletion, "road": worse},
+        "trust": {"class": missing | {"strip": []}, "weights": weights, "other": worse, "deletion": deletion},
     }
     lacking = {"error": "no trust card: out of memory", "error_kind": "OutOfMemoryError"}
     out = folder(tmp_path / "out", [row(0, **files), row(0, "layer_cam", **lacking)], pictures=True)
     page = opened.go(report(out), "#photo=0")
     card = page.locator(".trust")
-    assert card.locator("h5").all_inner_texts() == [
-        "depends on the model: 0 of 1 clear",
-        "marks what matters: 1 of 2 clear",
+    assert card.locator("h5").all_inner_texts() == ["Tests: 1 of 3 clear", "Numbers"]
+    verdicts = ["not measured", "better than 2 of 2", "worse", "better than edges"]
+    assert card.locator(".verdict").all_inner_texts() == verdicts
+    names = ["? marks what matters", "✓ marks what matters\np = 0.05", "✗ marks what matters\np = 1"]
+    assert [name.strip() for name in card.locator(".name").all_inner_texts()] == [
+        *names,
+        "needed (deletion)\n0.1 ± 0.05",
     ]
-    missing = card.locator(".legend").nth(1).inner_text()
-    assert missing.startswith("Not measured: depends on the class (random logit), stable under noise")
-    assert "ROAD" not in missing
-    assert card.locator(".verdict").all_inner_texts() == [
-        "cannot be told from chance",
-        "the score falls faster",
-        "worse",
-    ]
-    names = ["? needed (deletion)\n0.8", "✓ needed (deletion)\n0.1 ± 0.05", "✗ needed (deletion)\n0.8"]
-    assert card.locator(".name").all_inner_texts() == names
-    assert page.get_by_role("img", name="random 0.6 (0.4 to 0.8), map 0.1 (0 to 0.2)").count() == 1
+    assert page.get_by_role("img", name="edges 0.6, map 0.1").count() == 1
     lefts = "[...document.querySelectorAll('.mark')].map(each => parseFloat(each.style.left))"
-    assert page.evaluate(lefts) == pytest.approx([50, 0, 25, 87.5, 50, 0])  # better values lie to the right
+    expected = [0, 50, 100, 50, 100, 0, 0, 100]  # better values lie to the right
+    assert page.evaluate(lefts) == pytest.approx(expected, abs=0.01)
     assert page.get_by_role("link", name="Trust card").get_attribute("href") == "./trust/photo-0.grad_cam.html"
     # A method whose card failed keeps its overlay.
     assert page.locator(".panel.failed").count() == 0

@@ -38,7 +38,7 @@ def test_trust_prints_the_card_and_writes_it_as_a_page_and_a_figure(
     assert main(["trust", photo, *GRADIENT, *UNLIMITED, "--out", str(page), "-o", str(figure)]) == 0
     said = capsys.readouterr()
     assert "Trust card of vanilla_gradient" in said.out
-    assert "depends on the weights (MPRT)" in said.out
+    assert "marks what the model learned to use" in said.out
     assert (page.stat().st_size > 10_000, figure.read_bytes()[1:4]) == (True, b"PNG")
     assert f"written: {page}\nwritten: {figure}\n" in said.out
     assert said.err == ""
@@ -47,7 +47,18 @@ def test_trust_prints_the_card_and_writes_it_as_a_page_and_a_figure(
 def test_trust_prints_json_of_a_seed_for_programs(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trust", *GRADIENT, photo, "-o", "-", "--seed", "3", *UNLIMITED]) == 0
     card = json.loads(capsys.readouterr().out)
-    assert (card["seed"], len(card["properties"])) == (3, 8)
+    assert (card["seed"], len(card["properties"])) == (3, 9)
+
+
+def test_trust_takes_other_images_and_a_number_of_draws(
+    photo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = list(map(str, copies(tmp_path / "others", "camera.jpg", "chelsea.jpg", "rocket.jpg")))
+    command = ["trust", photo, *GRADIENT, "-o", "-", "--draws", "29", "--others", *others, "--seconds", "1e-3"]
+    assert main(command) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["properties"]}
+    assert rows["weights"]["settings"]["draws"] == 29
+    assert "the model finds" in rows["class"]["verdict"] or rows["class"]["p"] is not None
 
 
 def test_trust_takes_one_image_and_one_method(photo: str, capsys: pytest.CaptureFixture[str]) -> None:

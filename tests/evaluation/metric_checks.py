@@ -49,7 +49,9 @@ def _measure(metric: type[Metric], explanation: Explanation, x: Tensor, **change
     masks = torch.zeros(len(x), *SIZE, dtype=torch.bool, device="cpu")
     masks[:, 4:12, 4:12] = True
     reference = VanillaGradient(method.model).attribute(x, list(explanation.target))
-    context: dict[str, Any] = {"method": method, "inputs": x, "masks": masks, "reference": reference}
+    colours = torch.randn(64, 3, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    others = colours.expand(-1, -1, *SIZE)  # of four classes
+    context: dict[str, Any] = {"method": method, "inputs": x, "masks": masks, "reference": reference, "others": others}
     return metric(**options).measure(explanation, **{**context, **changed})
 
 

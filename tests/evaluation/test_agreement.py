@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saliency.errors import MethodError
-from saliency.evaluation.metrics.map_metrics import AgreementMetric, FeatureAgreement, ssim
+from saliency.evaluation.metrics.map_metrics import AgreementMetric, ssim
 from saliency.metrics import METRICS, measure
 from tests.evaluation.maps import explanation_of
 
@@ -60,19 +60,6 @@ def test_a_monotone_transform_leaves_the_rank_correlation_alone(maps: Tensor, ot
     expected = values("rank_correlation", maps, others)
     assert torch.allclose(values("rank_correlation", maps.double().exp(), others**3), expected)
     assert torch.allclose(values("rank_correlation", -maps, others), -expected)
-
-
-def test_top_pixels_agree_by_place() -> None:
-    first, second = torch.zeros(1, 2, 10), torch.zeros(1, 2, 10)
-    first[0, 0, :5] = torch.tensor([9.0, -8.0, 7.0, 6.0, 5.0])
-    second[0, 0, :6] = torch.tensor([9.0, 8.0, 6.0, -7.0, 0.0, 5.0])
-    result = FeatureAgreement(share=0.25).measure(explanation_of(first), reference=explanation_of(second))
-    assert result.values.item() == pytest.approx(4 / 5)
-
-
-def test_random_maps_reach_the_share(maps: Tensor) -> None:
-    result = FeatureAgreement(share=0.5).measure(explanation_of(maps), reference=explanation_of(maps))
-    assert torch.allclose(result.controls["random"].values, torch.tensor(0.5, dtype=torch.float64), atol=0.03)
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from saliency.evaluation.metrics.faithfulness import (
     ABPC,
     AOPC,
     IROF,
-    PIC,
     AverageDrop,
     Deletion,
     FaithfulnessCorrelation,
@@ -46,8 +45,7 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 SAMPLED = ("aopc", "infidelity", "faithfulness_correlation", "sensitivity_n")
 NOISY = ("road", "combined_road")
-BY_RANK = ("deletion", "insertion", "abpc", *NOISY, "pic")
-UNSIGNED = ("pic",)  # not defined for linear models
+BY_RANK = ("deletion", "insertion", "abpc", *NOISY)
 SHARED = [name for name, cls in METRICS.items() if issubclass(cls, PerturbationMetric)]
 
 
@@ -271,18 +269,6 @@ def test_pixels_without_a_known_one_become_0() -> None:
     assert not imputed(IMAGE, torch.ones(1, 1, 8, 8, dtype=torch.bool)).any()
 
 
-def test_the_information_curve_of_nothing_revealed_is_a_half() -> None:
-    assert measured(PIC(shares=(1,)), one_pixel, IMAGE.abs(), one_hot()).values.tolist() == pytest.approx([0.5])
-    first = measured(PIC(shares=(1 / 64,)), one_pixel, IMAGE.abs() + 9 * one_hot(), one_hot())
-    assert 0.5 < float(first.values) < 1
-    assert first.controls["constant"].values.tolist() == pytest.approx([0.5], abs=0.01)
-
-
-def test_the_information_curve_is_not_defined_if_blur_does_no_harm() -> None:
-    assert measured(PIC(), lambda x: -one_pixel(x), IMAGE.abs() + 9 * one_hot()).values.isnan().all()
-    assert measured(PIC(), one_pixel, torch.ones_like(IMAGE)).values.isnan().all()
-
-
 # Relations of all metrics of perturbed images.
 
 
@@ -348,7 +334,7 @@ def test_metrics_of_the_order_are_the_same_for_a_monotone_function_of_the_map(na
     same(first, second)
 
 
-@pytest.mark.parametrize("name", [name for name in SHARED if name not in (*SAMPLED, *NOISY, "pic")])
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in (*SAMPLED, *NOISY)])
 def test_flipping_the_image_and_the_map_changes_nothing(name: str) -> None:
     values = random(8, 8, seed=7)
     first = measured(quick(name), curved, IMAGE, values)
@@ -356,7 +342,7 @@ def test_flipping_the_image_and_the_map_changes_nothing(name: str) -> None:
     assert torch.allclose(first.values, second.values)
 
 
-@pytest.mark.parametrize("name", [name for name in SHARED if name not in UNSIGNED])
+@pytest.mark.parametrize("name", SHARED)
 def test_a_negated_map_is_rated_worse_than_the_map(name: str) -> None:
     x, weight, metric = IMAGE.abs() / 9, random(8, 8, seed=4).abs() / 9, quick(name)
     x[..., 1:3, 1:3], x[..., 5:7, 5:7] = 5, 3
@@ -405,7 +391,6 @@ def test_the_interval_of_two_errors_covers_the_value_of_many_samples(name: str) 
         (Deletion, {"order": "mrof"}, 'did you mean "morf"'),
         (ROAD, {"shares": ()}, "expected a list of numbers"),
         (ROAD, {"shares": (0.5, 1.5)}, "above 0 and of at most 1"),
-        (PIC, {"shares": 0.5}, "expected a list of numbers"),
         (Infidelity, {"side": 2}, "of at most 1"),
         (Infidelity, {"passes": 1}, "of at least 2"),
         (SensitivityN, {"segments": "all"}, "segments='all' is invalid"),

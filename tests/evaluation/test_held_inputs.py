@@ -77,9 +77,9 @@ def test_random_weights_are_drawn_for_the_whole_network() -> None:
     model, inputs = one_case()
     method = saliency.InputXGradient(model)
     result = method.attribute(inputs, 1)
-    for metric in (saliency.metrics.MPRT(draws=2), saliency.metrics.NoiseMargin(draws=2)):
-        measured = metric.measure(result["depth"], method=method, inputs=result.hold("depth"), target=1)
-        assert measured.values.isfinite().all()
+    inputs_of_depth = result.hold("depth")
+    measured = saliency.metrics.MPRT(draws=2).measure(result["depth"], method=method, inputs=inputs_of_depth, target=1)
+    assert measured.values.isfinite().all()
 
 
 def test_a_trust_card_is_of_the_held_image() -> None:

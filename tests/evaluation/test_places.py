@@ -58,21 +58,20 @@ def test_the_right_map_of_a_place_is_clear_and_the_same_map_shuffled_is_not(name
     order = torch.randperm(explanation.values[0].numel(), generator=torch.Generator().manual_seed(0))
     shuffled = explanation.values.flatten(1)[:, order].view_as(explanation.values)
     right, wrong = clear(explanation, **context), clear(replace(explanation, values=shuffled), **context)
-    assert right >= 3
+    assert right >= 2
     assert wrong <= 1  # of 9
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_card_of_a_place_has_all_rows(name: str) -> None:
+def test_a_card_of_a_place_compares_its_map_with_those_of_other_objects(name: str) -> None:
     method, x, targets = case(name)
     card = saliency.trust(method, x[3], targets[3])
-    assert len(card) == (9 if name == "shapes_detector" else 8)
-    assert card["mprt"].is_clear
-    assert card["random_logit"].is_clear
-    assert sum(row.is_clear for row in card if row.group == "marks what matters") >= 2
-    if name == "shapes_detector":
-        assert card["random_box"].verdict == "the map changes with the explained box"
-        assert card.measurements["random_box"].settings["of"] == "box"
+    if name == "shapes_keypoints":
+        assert card["class"].verdict.endswith("joints or words, and the image has 2")
+    else:
+        assert card["class"].is_clear
+        assert card["class"].size > 0.7
+    assert 0 < (card["weights"].p or 0) <= 1
 
 
 def test_a_map_that_ignores_the_box_does_not_depend_on_it() -> None:
@@ -83,6 +82,8 @@ def test_a_map_that_ignores_the_box_does_not_depend_on_it() -> None:
         result = RandomLogit(of=of).measure(explanation, method=method, inputs=x[:1], target=targets[0])
         assert float(result.values) == 0
         assert not result.beats_controls.any()
+    row = saliency.trust(method, x[0], targets[0])["class"]
+    assert (row.p, row.size) == (1, 0)
 
 
 def test_the_box_of_the_image_is_kept_where_nothing_is_found() -> None:

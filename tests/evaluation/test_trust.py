@@ -1,10 +1,9 @@
-"""The trust card: verdicts only against all controls, the same for the same seed, and its forms."""
+"""The trust card: two exact tests, numbers next to those of other maps, the same for the same seed, and its forms."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from saliency import InputXGradient, VanillaGradient
 from saliency.attribution.base import Attribution
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
-from saliency.errors import MethodError
-from saliency.evaluation.metrics.map_metrics import RankCorrelation
-from saliency.evaluation.trust import GROUPS, UNCLEAR, WORSE, TrustCard, property_of, trust
+from saliency.errors import LayerError, MethodError
+from saliency.evaluation.trust import TITLES, UNCLEAR, WORSE, TrustCard, trust
 from saliency.io.atomic_write import is_drawing
-from saliency.metrics import Control
 from saliency.testing import Snapshot, images, tiny_model
+from tests.evaluation.colours import ColourClasses, coloured
 
 
 class Constant(Attribution):
@@ -33,21 +31,53 @@ class Constant(Attribution):
         return BatchAttribution(torch.ones_like(x), target(self.model(x)))
 
 
+class OfTheImage(Attribution):
+    """A method whose map is the image."""
+
+    def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
+        return BatchAttribution(x.clone(), target(self.model(x)))
+
+
 @pytest.fixture(scope="module")
 def card() -> TrustCard:
-    return trust(VanillaGradient(tiny_model()), images(1), 1)
+    return trust(InputXGradient(ColourClasses()), coloured(0), 0, others=coloured(1, 2, 3))
 
 
-def test_a_verdict_needs_to_beat_all_draws_of_all_controls(card: TrustCard) -> None:
-    assert any(row.is_clear for row in card)
-    for row in card:
-        ends = [end for ends in row.control_ranges.values() for end in ends]
-        above, below = row.value > max(ends), row.value < min(ends)
-        assert (row.is_clear, row.is_worse) == ((above, below) if row.higher_is_better else (below, above))
+def test_the_map_of_a_class_lies_on_its_image_and_of_24_assignments_the_right_one_is_best(card: TrustCard) -> None:
+    row = card["class"]
+    assert row.p == pytest.approx(1 / 24)
+    assert row.is_clear
+    assert row.size == pytest.approx(1)
+    assert row.verdict == "100% of the map lies on the image of its class (25 % by chance)"
 
 
-def test_a_constant_map_gets_no_verdict() -> None:
-    assert [row.verdict for row in trust(Constant(tiny_model()), images(1), 1)] == [UNCLEAR] * 8
+def test_the_map_of_learned_weights_is_better_than_those_of_all_permuted_networks(card: TrustCard) -> None:
+    row = card["weights"]
+    assert row.p == pytest.approx(1 / 20)
+    assert (row.size, row.error) == (1, 0)
+    assert row.verdict == "better than the maps of 19 of 19 untrained networks"
+    assert len(row.strip) == 20
+    assert max(row.strip[1:]) < row.strip[0]
+
+
+@pytest.mark.parametrize("cls", [Constant, OfTheImage])
+def test_maps_that_ignore_the_model_are_tied_in_both_tests(cls: type[Attribution]) -> None:
+    card = trust(cls(ColourClasses()), coloured(0), 0, others=coloured(1, 2, 3))
+    assert [row.p for row in card.tests] == [1, 1]
+    assert all(row.verdict.startswith(UNCLEAR) for row in card.tests)
+    assert len(card["weights"].strip) == 1 + (19 if cls is Constant else 3)  # no further map after three ties
+
+
+def test_more_draws_have_a_smaller_level(card: TrustCard) -> None:
+    more = trust(InputXGradient(ColourClasses()), coloured(0), 0, others=coloured(1, 2, 3), draws=29)
+    assert more["weights"].p == pytest.approx(1 / 30)
+
+
+def test_without_images_of_other_classes_the_row_says_what_to_pass() -> None:
+    for others, found in ((None, ""), (coloured(1, 2, 2, 0), ", and the model finds 2 in the images")):
+        row = trust(InputXGradient(ColourClasses()), coloured(0), 0, others=others, seconds=1e-6)["class"]
+        assert row.verdict == f"not measured: the test needs three images of other classes{found}: pass others=[...]"
+        assert not row.is_clear
 
 
 class Signed(Attribution):
@@ -67,44 +97,64 @@ class Negated(Signed):
     sign_of_values = -1
 
 
-def test_a_map_with_the_wrong_sign_depends_on_the_model_and_is_worse_than_the_controls() -> None:
+def test_a_map_with_the_wrong_sign_is_worse_than_those_of_untrained_networks() -> None:
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 256, 3))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.2 * torch.rand(parameter.shape, generator=generator) - 0.1)
     x = torch.rand(1, 3, 16, 16, generator=generator) - 0.5
-    right, wrong = (trust(method(model), x, 1) for method in (Signed, Negated))
-    order = ("deletion", "insertion", "infidelity")
-    assert all(right[name].is_clear for name in order)
-    assert all(wrong[name].is_worse and wrong[name].verdict == WORSE for name in order[:2])
-    assert wrong["mprt"].is_clear
-    assert wrong["mprt"].group == "depends on the model"
-    assert "; worse than all controls: needed for the score (deletion), enough" in wrong.summary
+    right, wrong = (trust(method(model), x, 1)["weights"] for method in (Signed, Negated))
+    assert right.is_clear
+    assert (wrong.verdict, wrong.is_worse, wrong.p) == (WORSE, True, 1)
 
 
-def test_the_seed_determines_the_card(card: TrustCard) -> None:
-    again = trust(VanillaGradient(tiny_model()), images(1), 1)
-    assert [row.value for row in again] == pytest.approx([row.value for row in card], rel=1e-4, abs=1e-6)
-    other = trust(VanillaGradient(tiny_model()), images(1), 1, seed=1)
-    assert other["infidelity"].value != pytest.approx(card["infidelity"].value, rel=1e-4)
+def test_numbers_without_a_test_are_compared_by_name(card: TrustCard) -> None:
+    assert list(card["deletion"].controls) == ["centre", "edges", "smoothed edges", "colour contrast"]
+    worse = trust(OfTheImage(ColourClasses()), coloured(0), 1)["deletion"]
+    assert worse.verdict.startswith("no better than a spot at the centre, ")
+    assert not worse.is_clear
+    assert worse.p is None
 
 
-def test_a_short_time_draws_fewer_samples(card: TrustCard) -> None:
-    short = trust(VanillaGradient(tiny_model()), images(1), 1, seconds=1e-6)
-    assert len(short) < len(card)
-    assert "not measured: depends on the weights (MPRT)" in str(short)
-    assert "; not measured: depends on the weights (MPRT), " in short.summary
-    assert "not measured" not in card.summary
-    for name in ("mprt", "random_logit", "noise_margin"):
-        with pytest.raises(
-            saliency.errors.LayerError, match=f'"{name}" was not measured.* fit into seconds=1e-06; leave it out'
-        ):
-            short[name]
-    with pytest.raises(saliency.errors.LayerError, match='no row "random_bxo" in this table of 5'):
+def test_maps_that_are_the_same_do_not_agree() -> None:
+    model = ColourClasses()
+    names = [row.name for row in trust(OfTheImage(model), coloured(0), 0)]
+    assert "rank_correlation" in names
+    assert "rank_correlation" not in [row.name for row in trust(InputXGradient(model), coloured(0), 0)]
+
+
+def test_the_seed_determines_the_card() -> None:
+    first, again, other = (trust(VanillaGradient(tiny_model()), images(1), 1, seed=seed) for seed in (0, 0, 1))
+    assert [row.value for row in again] == pytest.approx([row.value for row in first], rel=1e-4, abs=1e-6, nan_ok=True)
+    assert other["infidelity"].value != pytest.approx(first["infidelity"].value, rel=1e-4)
+
+
+def test_after_the_time_limit_the_tests_remain_and_the_numbers_are_left_out(card: TrustCard) -> None:
+    short = trust(InputXGradient(ColourClasses()), coloured(0), 0, others=coloured(1, 2, 3), seconds=1e-6)
+    assert [row.name for row in short] == ["class", "weights"]
+    assert short["weights"].p is not None
+    assert 1 / 20 < short["weights"].p < 1
+    with pytest.raises(LayerError, match='"mprt" was not measured: it does not fit into seconds=1e-06'):
+        short["mprt"]
+    with pytest.raises(LayerError, match='no row "random_bxo" in this table of 2'):
         short["random_bxo"]
-    few, usual = (sum(each.passes for each in one.measurements.values()) for one in (short, card))
-    assert few < 0.6 * usual
+
+
+def test_the_tests_of_a_slow_method_use_fewer_passes_and_the_card_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saliency.evaluation.trust.SLOW", 0)
+    card = trust(saliency.RISE(tiny_model(), passes=400, grid=3), images(1), 1, seconds=1e-6)
+    assert "the method is slow, so both tests are of its map with passes=100" in card.notes
+    assert card.explanation.settings["passes"] == 400
+
+
+def test_a_model_without_weights_has_no_test_of_the_weights() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean((2, 3))
+
+    row = trust(VanillaGradient(Plain()), images(1), 1)["weights"]
+    assert row.verdict == "not measured: Plain has no parameters or buffers, so nothing can be randomised"
 
 
 def test_the_card_touches_nothing() -> None:
@@ -115,10 +165,15 @@ def test_the_card_touches_nothing() -> None:
 
 
 def test_the_card_prints_and_saves(card: TrustCard, tmp_path: Path) -> None:
-    assert "vanilla_gradient" in str(card)
+    assert "input_x_gradient" in str(card)
     assert "deletion" in str(card)
+    assert card.summary == (
+        "depends on the class: 100% of the map lies on the image of its class (25 % by chance); marks what the model "
+        "learned to use: better than the maps of 19 of 19 untrained networks"
+    )
     saved: Any = json.loads(card.save(tmp_path / "card.json").read_text("utf-8"))
     assert [row["name"] for row in saved["properties"]] == [row.name for row in card]
+    assert [row["name"] for row in saved["properties"] if "p" in row] == ["class", "weights"]
     drawn = card.save(tmp_path / "cat.rise.trust.png")
     assert drawn.read_bytes()[1:4] == b"PNG"
     assert is_drawing(str(drawn))
@@ -132,38 +187,15 @@ def test_the_page_has_the_figure_and_the_table_in_one_file(card: TrustCard, tmp_
     assert re.findall(r'(?:src|href)="(.{0,22})', page) == ["data:image/png;base64,"]
 
 
-def test_the_card_names_properties_in_plain_words_and_counts_the_clear_ones(card: TrustCard) -> None:
-    assert "depends on the weights (MPRT)" in str(card)
-    counts = [[row.is_clear for row in card if row.group == group].count(True) for group in GROUPS]
-    expected = f"depends on the model: {counts[0]} of 3 clear; marks what matters: {counts[1]} of 5 clear"
-    assert card.summary.startswith(expected)
-
-
-def test_a_slight_dependence_is_called_slight(card: TrustCard) -> None:
-    controls = {"constant": Control(torch.zeros(1), torch.full((1,), -1e-4), torch.full((1,), 1e-4))}
-    for value, ending in ((0.002, "class, but only slightly"), (0.2, "class")):
-        measurement = replace(card.measurements["random_logit"], values=torch.tensor([value]), controls=controls)
-        assert property_of(measurement).verdict == f"the map changes with the explained {ending}"
-
-
-def test_input_x_gradient_of_a_model_without_spatial_layers_is_compared_with_the_gradient() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Tanh(), nn.Linear(8, 3))
-    x = images(1)[..., :5, :5]
-    method = InputXGradient(model)
-    reference = VanillaGradient(model).attribute(x, 1)
-    expected = RankCorrelation().measure(method.attribute(x, 1), reference=reference)
-    assert trust(method, x, 1)["rank_correlation"].value == pytest.approx(float(expected.values[0]))
-
-
-def test_the_card_draws_each_property_on_an_axis() -> None:
+def test_the_card_draws_each_rank_and_comparison_on_an_axis() -> None:
     model = saliency.load("shapes_cnn")
     photo = saliency.testbed.draw_scenes(1, seed=3).images[0].permute(1, 2, 0).numpy()
-    method = VanillaGradient(model)
-    card = trust(method, photo)
+    card = trust(VanillaGradient(model), photo)
+    assert [row.name for row in card] == list(TITLES)
     drawing = saliency.figure(card)
     (title,) = [each for each in drawing.findobj(Text) if each.get_text() == card.title]
     assert not title.get_parse_math()  # it names the class
-    assert len(drawing.axes) == 1 + len(card)
+    assert len(drawing.axes) == 1 + 6
     assert drawing.axes[1].get_title(loc="left")
 
 
@@ -182,7 +214,8 @@ def test_an_embedding_without_a_label_has_a_card_by_the_score_that_is_deleted(cl
     model, x = tiny_model(), images(1)
     options = {"passes": 12, "grid": 3} if cls is saliency.RISE else {"window": 4, "stride": 4}
     card = trust(cls(model, **options), x, saliency.similarity())
-    assert {row.name for row in card} >= {"mprt", "deletion", "insertion", "road", "infidelity"}
-    assert "agrees with others (rank correlation)" in card.summary.split("not measured: ")[1]
+    assert {row.name for row in card} >= {"weights", "mprt", "deletion", "insertion"}
+    assert "rank_correlation" not in [row.name for row in card]
+    assert card["class"].verdict.startswith("not measured: the test needs three other boxes, regions, joints or words")
     assert card.measurements["deletion"].curve is not None
     assert float(card.measurements["deletion"].curve[0, 0]) == pytest.approx(1)  # the cosine of the image itself

@@ -443,17 +443,17 @@ def test_the_card_and_the_files_are_made_on_demand(page: Page) -> None:
 
 PROPERTY = {
     "title": "depends on the weights",
-    "group": "depends on the model",
     "is_clear": True,
     "is_worse": False,
     "verdict": "the map changes",
+    "p": 0.05,
     "value": 1.0,
     "error": 0.1,
     "higher_is_better": True,
-    "controls": {"random": 0.2},
-    "control_ranges": {"random": [0.1, 0.3]},
+    "controls": {},
+    "strip": [0.3, 0.1, 0.2],
 }
-CARD = {"summary": "1 of 1 clear", "notes": [], "trust": {"mprt": PROPERTY}}
+CARD = {"summary": "depends on the weights: clear", "notes": [], "trust": {"weights": PROPERTY}}
 
 
 @pytest.mark.slow

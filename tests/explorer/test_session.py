@@ -363,10 +363,10 @@ def test_one_or_two_methods_are_asked(methods: Any) -> None:
 
 def test_a_trust_card_has_the_columns_of_the_batch_page() -> None:
     session = tiny()
-    asked = {"image": session.open(0)["image"], "methods": ["grad_cam"], "seconds": 0.5}
+    asked = {"image": session.open(0)["image"], "methods": ["grad_cam"]}
     card = session.trust(asked, lambda: None)
     assert card["summary"]
-    assert {"title", "is_clear", "value", "controls"} <= card["trust"]["deletion"].keys()
+    assert {"title", "is_clear", "value", "controls", "strip"} <= card["trust"]["deletion"].keys()
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_the_trust_card_of_a_similarity_deletes_its_score() -> None:
     assert card.explanation is not None
     torch.testing.assert_close(card.explanation.values, explanation.values)
     assert torch.isfinite(card.measurements["deletion"].values).all()
-    assert {"insertion", "road"} <= card.measurements.keys()
+    assert {"insertion", "infidelity"} <= card.measurements.keys()
 
 
 # Errors.

@@ -627,7 +627,8 @@ def test_metrics_change_the_image_of_an_answer() -> None:
 def test_a_word_has_a_trust_card() -> None:
     model, _, answer = answered("llava")
     card = saliency.trust(saliency.InputXGradient(model), answer, saliency.words("red"))
-    assert {"mprt", "deletion", "insertion", "rank_correlation"} <= set(card.measurements)
+    assert {"weights", "deletion", "insertion", "rank_correlation"} <= set(card.measurements)
+    assert card["class"].verdict.endswith("joints or words, and the image has 2")
     assert card.title == "Trust card of input_x_gradient for red"
 
 

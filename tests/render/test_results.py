@@ -35,7 +35,7 @@ RESULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         {"count": 3},
         2,
     ),
-    "TrustCard": (lambda: saliency.trust(GradCAM(model()), PHOTO, 1), {}, 9),
+    "TrustCard": (lambda: saliency.trust(GradCAM(model()), PHOTO, 1), {}, 7),
     "ledger": (lambda: saliency.ledger_table(LRP(model()).attribute(PHOTO, 1)), {}, 1),
     "GradientStatistics": (
         lambda: saliency.inspection.gradient_statistics(model(), torch.rand(2, 3, 16, 16), 1),

@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import quote
 
 from ...errors import ExplanationError, RenderError, warn
-from ...evaluation.trust import missing_properties
 from ...frontend import read, scripts, styles
 from ...io.atomic_write import durable_write, inside
 from ...render.blending import MOST_OPACITY
@@ -102,7 +101,6 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "versions": run["versions"],
         "command": run["command"],
         "methods": list(methods),
-        "properties": missing_properties(()),
         "bars": bars,
         "opacity": MOST_OPACITY if run["fingerprint"]["opacity"] == "map" else run["fingerprint"]["opacity"],
         "images": len(entries),

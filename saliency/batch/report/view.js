@@ -79,7 +79,7 @@ function methodPanel(photo, row) {
         ...metricsOf(photo, head.methods[row.method]),
         ledger: Object.entries(row.ledger ?? {}).map(([name, share]) => `${name} ${shortNumber(share)}`).join(", "),
       }),
-      row.trust ? trustCard(row.trust, head.properties) : null,
+      row.trust ? trustCard(row.trust) : null,
       row.overlay ? make("a", { href: row.overlay, target: "_blank", rel: "noopener" }, "Overlay in full size") : null,
       row.card ? make("a", { href: row.card, target: "_blank", rel: "noopener" }, "Trust card in full size") : null,
     ),

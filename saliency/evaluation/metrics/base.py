@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,6 +21,7 @@ from ...attribution.heatmap import reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, declared_options
 from ...attribution.questions import Questions
 from ...errors import MethodError, did_you_mean, errors_as
+from ...io.axes import along_axes, gaussian
 from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
 from ...model.answer import Answer
@@ -40,15 +42,14 @@ _T = TypeVar("_T")
 RANDOM_CONTROLS = 19
 """The number of random controls."""
 
-SPREAD = 2.0
-"""The number of standard deviations above the mean of the draws beyond which a map is clear.
-
-A further normal draw exceeds it in 3.4 % of cases, if mean and deviation are estimated from 19 draws. Real draws are
-not normal: with 1.78, for 5 %, more maps that ignore the prediction are clear than docs/trust.md allows.
-"""
-
 CONTROLS = ("constant", "centre", "random")
-"""The controls by default; the edges of the image, "edges", need the model and the images."""
+"""The controls by default."""
+
+IMAGE_CONTROLS = ("edges", "smoothed edges", "colour contrast")
+"""The controls that are computed from the image, and need the model and the images."""
+
+SMOOTHED = 4 / 224
+"""The standard deviation of the Gaussian that smooths the edges, as a fraction of the shorter side."""
 
 CENTRE_WIDTH = 0.25
 """The standard deviation of the Gaussian control, as a fraction of each edge."""
@@ -64,10 +65,8 @@ class Control(NamedTuple):
     """Values of a map that ignores the prediction, or of several draws of such a map."""
 
     values: Tensor  # (N,) the mean over the draws
-    # The range: `SPREAD` standard deviations of the draws around the mean. Around the value of a control without draws:
-    # two standard errors of the difference to the map if the metric samples, else 0.
-    low: Tensor  # (N,)
-    high: Tensor  # (N,)
+    low: Tensor  # (N,) the smallest draw
+    high: Tensor  # (N,) the largest draw
 
 
 class Outcome(NamedTuple):
@@ -75,11 +74,11 @@ class Outcome(NamedTuple):
 
     values: Tensor  # (M, ...)
     error: Tensor | None = None  # (M, ...) standard error of each value
-    difference_error: Tensor | None = None  # (M, ...) standard error of the first value minus each value
+    p: Tensor | None = None  # (M, ...) p-value of each value, of exact tests
     curves: Tensor | None = None  # (M, ..., K)
     at: Tensor | None = None  # (K,) where the curve was measured
     passes: int = 0  # of each image: new forwards, or calls of the method
-    controls: tuple[str, ...] = ()  # names of the rows after the first, if other than the subject's controls
+    controls: tuple[str, ...] | None = None  # names of the rows after the first, if other than the subject's controls
 
 
 def stacked(outcomes: Sequence[Outcome], dim: int) -> Outcome:
@@ -89,7 +88,7 @@ def stacked(outcomes: Sequence[Outcome], dim: int) -> Outcome:
     """
     if len({getattr(outcome.curves, "shape", None) for outcome in outcomes}) > 1:
         raise MethodError("the images have different numbers of segments; measure them one by one")
-    names = ("values", "error", "difference_error", "curves")
+    names = ("values", "error", "p", "curves")
     parts = {name: [getattr(outcome, name) for outcome in outcomes] for name in names}
     stacks: Any = {name: torch.stack(part, dim).cpu().double() for name, part in parts.items() if part[0] is not None}
     return outcomes[0]._replace(**stacks)
@@ -108,6 +107,7 @@ class Measurement:
             image, and "random", the map itself at several random positions, or the controls that were selected. For
             metrics that call the method: "constant", "random", new noise at each call, and "edges" of the image.
         higher_is_better: None if neither is better.
+        p: (N,) the p-value of each image, of exact tests.
         curve: (N, K) the scores on which the value is based, if the metric has a curve.
         control_curves: (N, K) the same for each control.
         at: (K,) the positions of the curve's points, such as the fractions of the pixels that were replaced.
@@ -121,6 +121,7 @@ class Measurement:
     error: Tensor | None
     controls: Mapping[str, Control]
     higher_is_better: bool | None
+    p: Tensor | None = None
     curve: Tensor | None = None
     control_curves: Mapping[str, Tensor] | None = None
     at: Tensor | None = None
@@ -128,22 +129,12 @@ class Measurement:
 
     @property
     def beats_controls(self) -> Tensor:
-        """(N,) of bool: whether the value is better than the range of every control, as in `Control`."""
-        return self._is_beyond(bool(self.higher_is_better))
-
-    @property
-    def loses_to_controls(self) -> Tensor:
-        """(N,) of bool: whether the value is worse than the range of every control."""
-        return self._is_beyond(not self.higher_is_better)
-
-    def _is_beyond(self, above: bool) -> Tensor:
-        """Return whether the values are above, or below, all controls by more than rounding."""
+        """(N,) of bool: whether the value is better than every control, and every draw of a control."""
         if self.higher_is_better is None or not self.controls:
             return torch.zeros_like(self.values, dtype=torch.bool)
-        limits = torch.stack([control.high if above else control.low for control in self.controls.values()])
-        limit = limits.amax(0) if above else limits.amin(0)
-        is_beyond = self.values > limit if above else self.values < limit
-        return is_beyond & ~torch.isclose(self.values, limit, rtol=RELATIVE, atol=ABSOLUTE)
+        best = [control.high if self.higher_is_better else -control.low for control in self.controls.values()]
+        values, limit = self.values if self.higher_is_better else -self.values, torch.stack(best).amax(0)
+        return (values > limit) & ~torch.isclose(values, limit, rtol=RELATIVE, atol=ABSOLUTE)
 
     def __repr__(self) -> str:
         """Return one line: the mean over the images, and the means of the controls."""
@@ -185,10 +176,12 @@ class Subject(SharedResults):
         score: The score that perturbed images get.
         seed: The seed of all draws.
         controls: The maps that ignore the prediction and are measured too, which takes most of the passes: names of
-            `CONTROLS`, and "edges" of the image, which needs the model and the images; or False for none. Metrics that
+            `CONTROLS` and of `IMAGE_CONTROLS`, which need the model and the images; or False for none. Metrics that
             call the method always use their own controls.
         random_controls: The number of random controls.
         shared: The scores of perturbed images that other explanations in the same call share with this one.
+        others: At least three images of other classes, for the metric "class". By default, photos of the package, if
+            the model has as many classes as ImageNet.
     """
 
     def __init__(
@@ -206,6 +199,7 @@ class Subject(SharedResults):
         controls: bool | str | Sequence[str] = True,
         random_controls: int = RANDOM_CONTROLS,
         shared: SharedResults | None = None,
+        others: ImagesLike | None = None,
     ) -> None:
         require_explanation(explanation, "a metric")
         if explanation.values.dim() > 4:
@@ -215,11 +209,11 @@ class Subject(SharedResults):
         reduced_maps(explanation, None)  # raises for NaN and infinity
         self.explanation, self.seed = explanation, seed
         names = CONTROLS if controls is True else (controls,) if isinstance(controls, str) else controls or ()
-        self.controls = [check_choice("controls", name, (*CONTROLS, "edges")) for name in names]
+        self.controls = [check_choice("controls", name, (*CONTROLS, *IMAGE_CONTROLS)) for name in names]
         self.random_controls = check_integer("random_controls", random_controls, least=0)
         self.shared = shared or SharedResults()
         self.score = check_choice("score", score, get_args(ScoreKind))
-        self._method, self._model, self._inputs = method, model, inputs
+        self._method, self._model, self._inputs, self.other_images = method, model, inputs, others
         if method is not None and isinstance(inputs, InputBatch):
             self._method = method.of_input(inputs.names[0])
         target = parse_target(target, getattr(method or model, "categories", None))
@@ -237,10 +231,33 @@ class Subject(SharedResults):
 
     def controlled(self, cells: Tensor, selection: slice = slice(None)) -> Tensor:
         """Return maps (N, h, w) of some images, and their controls, in the size of the model's input: (M, N, H, W)."""
-        images = self.images[selection] if "edges" in self.controls else None
+        images = self.images[selection] if {*IMAGE_CONTROLS} & {*self.controls} else None
         size = self.explanation.input_size
         rows = [cells, *control_maps(cells, self.seed, self.random_controls, self.controls, images, size)]
         return torch.stack([resized_within(row, size) for row in rows])
+
+    def of_maps(self, maps: Tensor) -> Subject:
+        """Return this subject with other maps (M, N, H, W) instead of the map and its controls."""
+        subject = copy.copy(self)
+        subject.maps = maps
+        return subject
+
+    def single(self, index: int) -> Subject:
+        """Return the subject of one image, without controls."""
+        if len(self.explanation) == 1:
+            return self
+        images, target = self.images[index : index + 1], self.explained_target
+        return Subject(
+            self.explanation[index],
+            method=self.method,
+            inputs=self.inputs_for(self.method, images),
+            target=target[index] if isinstance(target, list | tuple) else target,
+            score=self.score,
+            seed=self.seed,
+            shared=self.shared,
+            others=self.other_images,
+            controls=False,
+        )
 
     def resized(self, values: Tensor) -> Tensor:
         """Return values (N, C, h, w), summed over the channels, in the size of the model's input: (N, H, W)."""
@@ -403,10 +420,10 @@ def control_maps(
 ) -> list[Tensor]:
     """Return the controls of maps (N, h, w) with these names, in their order.
 
-    They are a constant, a Gaussian of this size (H, W) at the centre, the edges of images (N, C, H, W), and random
-    draws of `_moved`. All have about the mean magnitude of the map, so that metrics of scale are fair. The Gaussian and
-    the edges are scaled by a power of two: rounding does not change the order of their pixels, so that all maps of an
-    image share their scores.
+    They are a constant, a Gaussian of this size (H, W) at the centre, random draws of `_moved`, and of images
+    (N, C, H, W) the edges, these edges smoothed, and the distance of each pixel's colour to the mean colour. All have
+    about the mean magnitude of the map, so that metrics of scale are fair. Except for the draws, they are scaled by a
+    power of two: rounding does not change the order of their pixels, so that all maps of an image share their scores.
     """
     height, width = size or cells.shape[1:]
     mean = cells.abs().mean((1, 2), keepdim=True)
@@ -421,9 +438,14 @@ def control_maps(
     maps = {
         "constant": [mean.expand_as(cells)],
         "centre": [scaled((down[:, None] * across)[None])],
-        "edges": [] if images is None else [scaled(edges(images).to(cells))],
         "random": [_moved(cells, seed, number) for number in range(count if "random" in names else 0)],
     }
+    if images is not None:
+        sharp = edges(images).to(cells)
+        blurs = [gaussian(edge, SMOOTHED * min(sharp.shape[1:]), sharp) for edge in sharp.shape[1:]]
+        contrast = (images - images.mean((2, 3), keepdim=True)).norm(dim=1).to(cells)
+        of_image = (sharp, along_axes(sharp, blurs), contrast)
+        maps |= {name: [scaled(map_)] for name, map_ in zip(IMAGE_CONTROLS, of_image, strict=True)}
     return [map_ for name in names for map_ in maps[name]]
 
 
@@ -515,7 +537,7 @@ def measure(
         chunk: As for `saliency.extending.MultiPassAttribution`.
         progress: As for `saliency.extending.MultiPassAttribution`.
         **context: Data that the metrics need, as for `Subject`: `method` or `model`, and `inputs`, `target`,
-            `masks`, `reference`, `score`, `seed`, `controls`, `random_controls`, `shared`.
+            `masks`, `reference`, `score`, `seed`, `controls`, `random_controls`, `shared`, `others`.
 
     Returns:
         One measurement per metric, in their order.
@@ -528,12 +550,16 @@ def measure(
     for name in context:
         if name not in parameters:
             raise TypeError(f'measure has no argument "{name}"{did_you_mean(name, parameters)}')
-    subject = Subject(explanation, **context)
+    return measurements(resolved, Subject(explanation, **context), chunk=chunk, progress=progress)
+
+
+def measurements(metrics: Sequence[Metric], subject: Subject, **passes: Any) -> list[Measurement]:
+    """Measure a subject by several metrics, with options of passes, as `measure`."""
     measured: dict[Metric, Outcome] = {}
-    for metric in resolved:
+    for metric in metrics:
         if metric not in measured:
-            measured |= metric.together(resolved, subject, chunk=chunk, progress=progress)
-    return [measurement(metric, subject, measured[metric]) for metric in resolved]
+            measured |= metric.together(metrics, subject, **passes)
+    return [measurement(metric, subject, measured[metric]) for metric in metrics]
 
 
 def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measurement:
@@ -546,7 +572,7 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
     if not isinstance(outcome, Outcome):
         raise MethodError(f"{label}.outcome returned {type(outcome).__name__}; expected {expected}")
     drawn = [name for name in subject.controls for _ in range(subject.random_controls if name == "random" else 1)]
-    names = (outcome.controls or drawn) if subject.controls else ()
+    names = (drawn if outcome.controls is None else outcome.controls) if subject.controls else ()
     shape = (1 + len(names), len(subject.explanation))
     if tuple(outcome.values.shape) != shape:
         got = f"values {tuple(outcome.values.shape)}"
@@ -558,8 +584,9 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
         {**metric.settings, "score": subject.score, "seed": subject.seed},
         outcome.values[0],
         None if outcome.error is None else outcome.error[0],
-        {name: _control(outcome, row) for name, row in rows.items()},
+        {name: _control(outcome.values[row]) for name, row in rows.items()},
         metric.higher_is_better,
+        None if outcome.p is None else outcome.p[0],
         None if curves is None else curves[0],
         None if curves is None else {name: curves[row].mean(0) for name, row in rows.items()},
         outcome.at,
@@ -567,12 +594,6 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
     )
 
 
-def _control(outcome: Outcome, rows: list[int]) -> Control:
-    """Return the control whose draws are these rows. Draws have the same samples as the map."""
-    values = outcome.values[rows]
-    mean = values.mean(0)
-    if len(rows) > 1:
-        spread = SPREAD * values.std(0)
-    else:
-        spread = torch.zeros_like(mean) if outcome.difference_error is None else 2 * outcome.difference_error[rows[0]]
-    return Control(mean, mean - spread, mean + spread)
+def _control(draws: Tensor) -> Control:
+    """Return the control with these values (draws, N)."""
+    return Control(draws.mean(0), draws.amin(0), draws.amax(0))

@@ -12,10 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
@@ -26,14 +23,14 @@ from ...attribution.options import ConvertedOption, Option
 from ...attribution.passes import MakeInputs, Passes, check_chunk
 from ...attribution.questions import Questions
 from ...hooks.manager import HookManager
-from ...io.inputs import Batch, encode
+from ...io.inputs import Batch
 from ...methods.baselines import Fill, Filler, FillOption, GivenImages
 from ...methods.gradient import VanillaGradient
-from ...methods.segments import ResolvedSegments, Segments, SegmentsLike, in_unit_range, resolve_segments, segmented
+from ...methods.segments import ResolvedSegments, Segments, SegmentsLike, resolve_segments, segmented
 from ...model.answer import Answer
 from ...model.call import run_model
 from ...targets.classes import TargetLike, per_image
-from ...validation import check_choice, check_integer, check_number, check_numbers
+from ...validation import check_choice, check_integer, check_number
 from .base import Metric, Outcome, SharedResults, Subject, stacked
 
 GROUPS = 50
@@ -325,7 +322,7 @@ def area(curves: Tensor) -> Tensor:
 
 
 def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Outcome:
-    """Return a statistic of `count` samples with its standard errors: of each row, and of the first minus each row.
+    """Return a statistic of `count` samples with the standard error of each row.
 
     The errors of few groups are widened as Student's t is, so that 1.96 errors cover 95 % for any number of samples.
 
@@ -341,11 +338,7 @@ def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Outcome:
     groups = min(GROUPS, count)
     without = torch.stack([statistic(indices[indices % groups != group]) for group in range(groups)])  # (G, M)
     widened = 1 + 1.21 / (groups - 1) + 1.44 / (groups - 1) ** 2
-
-    def error(rows: Tensor) -> Tensor:
-        return widened * ((groups - 1) * rows.var(0, correction=0)).sqrt()
-
-    return Outcome(statistic(indices), error(without), error(without[:, :1] - without))
+    return Outcome(statistic(indices), widened * ((groups - 1) * without.var(0, correction=0)).sqrt())
 
 
 def correlation(first: Tensor, second: Tensor) -> Tensor:
@@ -354,9 +347,6 @@ def correlation(first: Tensor, second: Tensor) -> Tensor:
     norms = first.norm(dim=-1) * second.norm(dim=-1)
     return torch.where(norms > 0, (first * second).sum(-1) / norms.clamp(min=1e-300), 0.0)
 
-
-POINTS = 1001
-"""The number of equally spaced sizes at which a performance information curve is computed."""
 
 RemovalOrder = Literal["morf", "lerf"]
 
@@ -730,61 +720,3 @@ class Completeness(PerturbationMetric):
         change = image.full - image.empty(self.fill)
         sums = image.contributions(self.fill).flatten(1).sum(1).cpu().double()
         return Outcome((sums - change).abs() / (abs(change) or 1.0))
-
-
-class PIC(PerturbationMetric):
-    """Area under the curve of the score of revealed images against their compressed size; higher is better.
-
-    A blurred image is revealed from the most relevant pixels on. Its score and its size are scaled to 0 for the blurred
-    image and 1 for the image itself, and limited to 0..1. In the order of size, each score is raised to the largest
-    score before it. The points (0, 0) and (1, 1) are added, and the curve is linear between points.
-
-    Args:
-        shares: The fractions of the pixels that are revealed.
-        fill: The blurred image, as for `Deletion`.
-
-    Values: (N,), from 0 to 1; NaN if the blurred image has no lower score or no smaller size than the image. The size
-    is the size of a lossless WebP file of the image in 8 bits, denormalised. Without preprocessing, the image is scaled
-    by its smallest and largest value. Images without three channels are saved as grey, one channel below another.
-
-    Source: Kapishnikov et al., "XRAI: Better Attributions Through Regions" (2019), https://arxiv.org/abs/1906.02825.
-        There, the blur interpolates between 1 % of the pixels and the revealed pixels.
-    """
-
-    name = "pic"
-    higher_is_better = True
-
-    shares: Option[tuple[float, ...]] = Option(
-        (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.21, 0.34, 0.5, 0.75), check_numbers, above=0, most=1
-    )
-    fill: FillOption = FillOption("blur")
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the areas of one image."""
-        counts = [0, *(round(share * image.pixels) for share in self.shares)]
-        scores = image.curves(counts, self.fill, insert=True)
-        largest = _file_size(image, image.x[0])
-        limits = torch.tensor(counts, dtype=torch.int64, device=image.x.device)[:, None, None]
-        filler = Filler(image.x, self.fill)
-        curves = []
-        for ranks, row in zip(image.ranks, scores, strict=True):
-            sizes = [_file_size(image, revealed) for revealed in filler((ranks >= limits)[:, None])]
-            curves.append(_information_curve(np.array([*sizes, largest], float), np.array([*row.tolist(), image.full])))
-        values = torch.from_numpy(np.stack(curves))
-        return Outcome(area(values), curves=values, at=torch.linspace(0, 1, POINTS, dtype=torch.float64, device="cpu"))
-
-
-def _file_size(image: PerturbedImage, values: Tensor) -> int:
-    """Return the size of an image (C, H, W) as a file, in bytes."""
-    pixels = in_unit_range(values, image.x, image.preprocess).mul(255).round().byte().cpu().numpy()
-    array = pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels.reshape(-1, pixels.shape[2])
-    return len(encode(Image.fromarray(np.ascontiguousarray(array)), "webp", lossless=True, quality=0, method=0))
-
-
-def _information_curve(sizes: NDArray[np.float64], scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the curve of points from the blurred image to the image itself, at equally spaced sizes."""
-    if sizes[0] >= sizes[-1] or scores[0] >= scores[-1]:
-        return np.full(POINTS, np.nan)
-    size, score = (np.clip((values - values[0]) / (values[-1] - values[0]), 0, 1) for values in (sizes, scores))
-    order = np.argsort(size, kind="stable")
-    return np.interp(np.linspace(0, 1, POINTS), size[order], np.maximum.accumulate(score[order]))

@@ -16,7 +16,7 @@ from ...attribution.options import ConvertedOption, Option
 from ...errors import MethodError
 from ...validation import check_integer, check_number
 from .base import Metric, Outcome, Subject, resized_within
-from .faithfulness import correlation, ranks_of, row_ranks
+from .faithfulness import correlation, row_ranks
 
 
 class ComplexityMetric(Metric):
@@ -240,30 +240,6 @@ class AgreementMetric(Metric):
         maps = subject.maps.to(precise_type(subject.maps))
         reference = resized_within(reduced_maps(subject.reference, None), subject.explanation.input_size).to(maps)
         return Outcome(self.compare(maps, reference).cpu().double())
-
-
-class FeatureAgreement(AgreementMetric):
-    """Fraction of the k pixels of largest magnitude that both maps have in common.
-
-    Args:
-        share: The k pixels, as a fraction of all pixels.
-
-    Values: (N,), from 0 to 1; random maps reach `share` on average. Ties keep the order of the pixels.
-
-    Source: Krishna et al., "The Disagreement Problem in Explainable Machine Learning: A Practitioner's Perspective"
-        (2022), https://arxiv.org/abs/2202.01602.
-    """
-
-    name = "feature_agreement"
-
-    share: Option[float] = Option(0.05, check_number, above=0, most=1)
-
-    def compare(self, maps: Tensor, reference: Tensor) -> Tensor:
-        """Compute the values (M, N) of maps (M, N, H, W) for reference maps (N, H, W)."""
-        count = max(1, round(self.share * reference[0].numel()))
-        reference_ranks = ranks_of(reference.abs().flatten(1))  # (N, H * W)
-        ranks = ranks_of(maps.abs().flatten(0, 1).flatten(1)).view(len(maps), *reference_ranks.shape)
-        return ((ranks < count) & (reference_ranks < count)).sum(2) / count
 
 
 class RankCorrelation(AgreementMetric):

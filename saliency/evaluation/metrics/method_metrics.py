@@ -115,10 +115,7 @@ class MethodMetric(Metric):
         before = sources[0].calls
         with torch.no_grad():
             rows = [self.measure_maps(maps) for maps in sources]
-        outcome = stacked(rows, 0)
-        difference = None if outcome.error is None else torch.hypot(outcome.error, outcome.error[:1])
-        passes = sources[0].calls - before
-        return outcome._replace(difference_error=difference, passes=passes, controls=METHOD_CONTROLS)
+        return stacked(rows, 0)._replace(passes=sources[0].calls - before, controls=METHOD_CONTROLS)
 
 
 def similarities(first: Tensor, others: Iterable[Tensor], kind: SimilarityKind = "spearman") -> Tensor:
@@ -205,7 +202,7 @@ class MPRT(MethodMetric):
         if maps.control:
             yield from [subject.method] * count
             return
-        method = subject.once("copy", _copied, subject)
+        method = subject.once("copy", copied, subject)
         restore(method.model, subject.method.model)
         ends = [round(step * len(names) / count) for step in range(count + 1)]
         for begin, end in pairwise(ends):
@@ -273,7 +270,7 @@ class RandomLogit(MethodMetric):
         return [column.tolist() for column in lowest.T]
 
 
-def _copied(subject: Subject) -> Attribution:
+def copied(subject: Subject) -> Attribution:
     """Return a copy of the method and its model, which reads the layer of the explanation."""
     method, layer = copy.deepcopy(subject.method), subject.explanation.layer
     if getattr(method, "layer", layer) is None and layer in dict(method.model.named_modules()):
@@ -301,7 +298,7 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
             hooks.around(module, lambda *_, name=name: began.append(name), lambda *_: None)
         run_model(model, x)
     starts = {name: index for index, name in reversed(list(enumerate(began)))}
-    names = [name for name, module in model.named_modules() if _tensors(module)]
+    names = [name for name, module in model.named_modules() if tensors_of(module)]
     if not names:
         raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
 
@@ -322,7 +319,7 @@ def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
         *seed: The seed, and the number of the draw if there are several.
     """
     for name in names:
-        for number, tensor in enumerate(_tensors(model.get_submodule(name))):
+        for number, tensor in enumerate(tensors_of(model.get_submodule(name))):
             source = generator(*seed, *name.encode(), number)
             order = torch.randperm(tensor.numel(), generator=source, device="cpu").to(tensor.device)
             with torch.no_grad():
@@ -332,11 +329,11 @@ def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
 def restore(copied: nn.Module, model: nn.Module) -> None:
     """Copy the values of a model back into its copy, including buffers that are not saved."""
     with torch.no_grad():
-        for tensor, value in zip(_tensors(copied, recurse=True), _tensors(model, recurse=True), strict=True):
+        for tensor, value in zip(tensors_of(copied, recurse=True), tensors_of(model, recurse=True), strict=True):
             tensor.copy_(value)
 
 
-def _tensors(module: nn.Module, *, recurse: bool = False) -> list[Tensor]:
+def tensors_of(module: nn.Module, *, recurse: bool = False) -> list[Tensor]:
     """Return the parameters and buffers of a module itself, or also of its children."""
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
@@ -400,32 +397,6 @@ class AvgSensitivity(RobustnessMetric):
         """Compute the mean changes."""
         changes = self.changes(maps)
         return Outcome(changes.mean(1), standard_error(changes))
-
-
-class NoiseMargin(RobustnessMetric):
-    """Similarity of the map under noise minus its similarity under random weights; higher is better.
-
-    A map that ignores the model has a value of 0, whether it is constant or noise.
-
-    Args:
-        draws: The number of draws of the weights.
-
-    Values: (N,), a difference of means of Spearman's correlations.
-
-    Source: The comparison is ours; its parts are from `AvgSensitivity` and `MPRT`.
-    """
-
-    name = "noise_margin"
-    higher_is_better = True
-
-    draws: Option[int] = Option(3, check_integer, least=2)
-
-    def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the differences."""
-        under_noise = similarities(maps.original, (values for _, values in self.noisy(maps)))
-        under_weights = MPRT(layers=1, draws=self.draws).randomised_similarities(maps)[:, :, 0].T
-        error = torch.hypot(standard_error(under_noise), standard_error(under_weights))
-        return Outcome(under_noise.mean(1) - under_weights.mean(1), error)
 
 
 class LocalLipschitz(RobustnessMetric):

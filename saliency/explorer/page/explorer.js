@@ -351,7 +351,7 @@ async function mount(root, host, transport) {
       if (kind === "trust") {
         const { trust, summary, notes } = await first(transport.request("trust", { ...question, seconds: CARD_SECONDS }, stop.signal));
         const lines = notes.map((note) => make("p", { class: "legend" }, note));
-        return dialog.body.replaceChildren(make("p", {}, summary), ...lines, trustCard(trust, about.properties));
+        return dialog.body.replaceChildren(make("p", {}, summary), ...lines, trustCard(trust));
       }
       const saved = { ...question, as: kind, style: { opacity: heat / 100, ...style } };
       const { file } = await first(transport.request("save", saved, stop.signal));
