@@ -283,7 +283,7 @@ def _otsu(values: Tensor) -> Tensor:
 
 def _semi_nmf(cells: Tensor, count: int, seed: int, steps: int = 100) -> Tensor:
     """Return weights (M, count) >= 0, with which `count` vectors of any sign approximate cells (M, K)."""
-    start = torch.randint(len(cells), (1,), generator=generator(seed)).item()
+    start = torch.randint(len(cells), (1,), generator=generator(seed), device="cpu").item()
     directions, chosen = F.normalize(cells), [int(start)]
     while len(chosen) < count:  # the cell that is least similar to the chosen ones
         chosen.append(int((directions @ directions[chosen].T).amax(1).argmin()))

@@ -150,8 +150,8 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
         for start in range(0, len(keys), TOGETHER):
             part = keys[start : start + TOGETHER]
             images = [drawable(entries[name].open()) for name, _ in part]
-            found = features(model, images, layer, whole=options.whole).values  # (N, K, h, w)
-            for key, values in zip(part, found, strict=True):
+            summaries = features(model, images, layer, whole=options.whole).values  # (N, K, h, w)
+            for key, values in zip(part, summaries, strict=True):
                 explanation = run.load(key)
                 weights = resized(reduced_maps(explanation, None), values.shape[1:])[0]
                 yield key, explanation, (values * weights).sum((1, 2)).double().numpy()
@@ -232,13 +232,13 @@ def _group(
     core = np.cumsum(others.ravel()[order]) <= 0.95
     typical = np.argsort(-points[inside] @ points[inside].mean(0))[:EXAMPLES]
     rows = [run.rows[key] for key, chosen in zip(keys, inside, strict=True) if chosen]
-    known = [row["probability"] for row in rows if row["probability"] is not None]
+    probabilities = [row["probability"] for row in rows if row["probability"] is not None]
     return Group(
         name=rows[0]["name"],
         method=rows[0]["method"],
         images=len(rows),
         fraction=len(rows) / len(keys),
-        probability=float(np.mean(known)) if known else None,
+        probability=float(np.mean(probabilities)) if probabilities else None,
         outside=float(mean.ravel()[order][~core].sum()),
         stability=stability,
         p=p,

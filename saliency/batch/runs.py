@@ -224,10 +224,10 @@ class SavedRun:
         values = self.head["fingerprint"]
         options = NetworkOptions(model=values["model"], weights=values["weights"], whole=values["whole"])
         now = fingerprint(options, OutputOptions())
-        given = [name for name in ("preprocess", "classes", "model source") if values[name] != now[name]]
-        given += ["weights"] * str(values["weights"]).startswith("sha256:")
-        if given:
-            raise BatchError(f"{self.folder}: the {given[0]} of the model is not stored, or has changed; {cure}")
+        changed = [name for name in ("preprocess", "classes", "model source") if values[name] != now[name]]
+        changed += ["weights"] * str(values["weights"]).startswith("sha256:")
+        if changed:
+            raise BatchError(f"{self.folder}: the {changed[0]} of the model is not stored, or has changed; {cure}")
         return options, load_model(options), {entry.name: entry for entry in read_listing(self.folder)}
 
 

@@ -284,8 +284,8 @@ def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
     """Return the subject of a faster method on the same image, with fewer passes or larger windows, if it has any."""
     method, faster = copy.copy(subject.method), {"window": 64, "stride": 32}
     for name, least in (("passes", 100), ("steps", 5)):
-        given: Any = getattr(method, name, None) or getattr(method, "default_passes", least)
-        faster[name] = min(given, max(least, given // 20))
+        count: Any = getattr(method, name, None) or getattr(method, "default_passes", least)
+        faster[name] = min(count, max(least, count // 20))
     options = declared_options(type(method)).keys() & faster.keys()
     if not options:
         return subject

@@ -76,7 +76,7 @@ class Scores(Attribution):
         return BatchAttribution(scores.reshape(-1, *[1] * (x.dim() - 1)), scores)
 
 
-class Program(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program: a function of images and classes, the layer of its values, and the number of classes."""
 
     run: Callable[..., Sequence[Tensor]]
@@ -97,7 +97,7 @@ class Programs:
 
     def __init__(self, method: Attribution, name: str, mode: str | None) -> None:
         self._method, self._name, self._mode = method, name, mode
-        self._programs: dict[Any, Program | str] = {}
+        self._programs: dict[Any, CompiledProgram | str] = {}
         self._state: list[int] = []
         self._tensors: list[Tensor] = []
         self._reasons = set[str]()
@@ -105,7 +105,7 @@ class Programs:
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution | None:
         """Return the result of a program; None if there is no program, with a warning for each reason."""
         call, classes = current_call(), _classes(target)
-        found: Program | str
+        found: CompiledProgram | str
         if call.is_tracing:
             return None
         if classes is None:
@@ -128,7 +128,7 @@ class Programs:
             scores, values = scores.clone(), values.clone()
         return BatchAttribution(values, target(scores), found.layer)
 
-    def _find(self, x: Tensor) -> Program | str:
+    def _find(self, x: Tensor) -> CompiledProgram | str:
         """Return the program for images, or why there is none. The first images of a shape are compiled for."""
         model = self._method.model
         tensors = module_tensors(modules_of(model))
@@ -144,7 +144,7 @@ class Programs:
             found = self._programs[key, is_single] = self._compile(x[:1] if is_single else x[:2])
         return found
 
-    def _compile(self, x: Tensor) -> Program | str:
+    def _compile(self, x: Tensor) -> CompiledProgram | str:
         """Return the program for images like these, or the reason why there is none."""
         try:
             program, explanation, inputs = traced(self._method, x, INPUT, is_map=False)
@@ -162,7 +162,7 @@ class Programs:
             is_missing = "No working C++ compiler" in str(error)
             return "there is no C++ compiler, such as g++ or clang++" if is_missing else reason or type(error).__name__
         images = self._method.images(x)
-        return Program(run, explanation.layer, images.class_count(scores.shape[1]))
+        return CompiledProgram(run, explanation.layer, images.class_count(scores.shape[1]))
 
 
 def _classes(target: Questions) -> list[int] | None:
