@@ -266,8 +266,9 @@ class TargetGradients:
 
     def activation(self, layer: str, call: int | None = None) -> Tensor:
         """Return the output of a layer as maps (N, K, h, w), of its last call or of one of the earlier calls."""
+        layout = self.forward.layout(layer)
         output = self.forward.layers[layer] if call is None else self.forward.earlier_calls[layer, call]
-        return at_least_float32(self.forward.layout(layer)(output.detach()))
+        return at_least_float32(layout(output.detach()))
 
     def gradient(self, layer: str, call: int | None = None) -> Tensor:
         """Return the gradient of the scores at a layer (N, K, h, w), at its last call or one of the earlier calls."""
