@@ -576,17 +576,20 @@ def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -
 def read_calls(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor], *, all_calls: bool) -> Sequence[Tensor]:
     """Return the outputs of the calls of a layer that are read: the last, or all calls.
 
-    In a call of several inputs, it is the call that reads the explained image.
+    Of several inputs, and of an answer, it is the call that reads the explained image.
 
     Warns:
         SaliencyWarning: The layer has parameters, so its other calls are not another use of an operation.
     """
-    if current_call().caches is not None:
-        return [read_call(model, x, name, calls)]
-    if not all_calls and next(model.get_submodule(name).parameters(), None) is not None:
-        problem = f'layer "{name}" is called {len(calls)} times in a forward, and the last call is read'
-        warn(f'{problem}; if no call sees a flipped or cropped image, calls="sum" of a CAM adds the maps of all calls')
-    return calls if all_calls else calls[-1:]
+    batch = current_call().batch
+    if batch is None or batch.arguments is None:
+        if all_calls:
+            return calls
+        if next(model.get_submodule(name).parameters(), None) is not None:
+            problem = f'layer "{name}" is called {len(calls)} times in a forward, and the last call is read'
+            cure = 'if no call sees a flipped or cropped image, calls="sum" of a CAM adds the maps of all calls'
+            warn(f"{problem}; {cure}")
+    return [read_call(model, x, name, calls)]
 
 
 def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:

@@ -653,8 +653,8 @@ class Recurrent(nn.Module):
             states.append(self.step(torch.cat([x, states[-1].relu()], 1)))
         return states[1:]
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.states(x)[-1].mean((2, 3)))
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        out: Tensor = self.head(self.states(x)[-1].mean((2, 3))) * scale
         return out
 
 
@@ -672,6 +672,8 @@ def test_calls_of_a_recurrent_step_are_summed_and_a_warning_counts_them() -> Non
     with pytest.warns(SaliencyWarning, match='"step" is called 3 times'):
         last = GradCAM(model, "step").attribute(x, 1)
     torch.testing.assert_close(last.values, maps[-1])
+    scaled = GradCAM(model, "step", calls="sum").attribute(x, 1, forward_args=(torch.full((2, 1), 3.0),))
+    torch.testing.assert_close(scaled.values, 3 * summed.values)
     together = Together(GradCAM(model, "step", calls="sum"), LayerCAM(model, "step", calls="sum"))
     assert torch.equal(together.attribute(x, 1)[0].values, summed.values)
     with pytest.raises(MethodError, match="calls='all' is not one of 'sum'"):
