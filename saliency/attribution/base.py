@@ -121,7 +121,7 @@ class Attribution(HasOptions, ABC):
     needs: ClassVar[Needs] = Needs()
     """The parts of a forward that the method reads."""
     is_compiled: ClassVar[bool] = False
-    """Whether a compiled program computes the results; see `compile`."""
+    """Whether the method runs a compiled program; see `compile`."""
     joins_inputs: ClassVar[bool] = False
     """Whether one pass explains all inputs of a model with several, whatever the arrangement of their pixels."""
     per_image: ClassVar[tuple[str, ...]] = ()
@@ -325,13 +325,14 @@ class Attribution(HasOptions, ABC):
             return self.explain_batch(batch, targets)
 
     def compile(self, mode: str | None = None) -> Self:
-        """Return this method with a compiled program of the model and the method, about twice as fast on a CPU.
+        """Return this method with a compiled program of the model and the method, which takes less time.
 
-        The first call of each image size compiles, which takes 10 to 90 seconds: once for single images, and once for
-        batches of any size. A change of the model compiles again. Results equal those of this method up to rounding,
-        without the evidence that a program does not compute, such as coverage, ledger and residual. Calls that cannot
-        be compiled, as for other targets than a class, run this method, and a warning says why. Methods of many passes
-        run their passes compiled. While programs exist, each holds a second copy of the weights.
+        On a CPU, calls take 0.53 to 0.86 of the time; see docs/benchmarks.md. The first call of each image size
+        compiles, which takes 10 to 90 seconds: once for single images, and once for batches of any size. A change of
+        the model compiles again. Results equal those of this method up to rounding, without the evidence that a program
+        does not compute, such as coverage, ledger and residual. Calls that cannot be compiled, as for other targets
+        than a class, run this method, and a warning says why. Methods of many passes run their passes compiled. Each
+        program holds a copy of the weights.
 
         Args:
             mode: As of `torch.compile`, such as "reduce-overhead" for CUDA graphs.
@@ -490,6 +491,8 @@ class Attribution(HasOptions, ABC):
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {explanation.method} are NaN or infinite")
         shares = explanation.image_share if "token_shares" in evidence else None
+        sizes = zip(cells, explanation.input_size, strict=False)
+        has_one_cell = explanation.layer and 1 in cells and any(count == 1 < pixels for count, pixels in sizes)
         for index, (question, (total, low, high, score, error, *rest)) in enumerate(zip(asked, read, strict=True)):
             name, last = question.name, getattr(question.score, "last_operation", "")
             note = f"the score is the value before the last {last} of the model" if last else ""
@@ -506,7 +509,7 @@ class Attribution(HasOptions, ABC):
                 note = f"the values miss {rest[0]:.2g} of an increase of the score by {rest[0] + total:.2g}"
             elif self.ignores_sign and question.is_difference:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
-            elif explanation.layer and 1 in cells and 1 not in explanation.input_size:
+            elif has_one_cell:
                 grid = f"layer {explanation.layer} has a grid of {as_text(cells)}"
                 note = f"{grid}, so the map shows no position along an axis of one cell; an earlier layer= may"
             yield note

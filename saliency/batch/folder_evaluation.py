@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 FORMAT = "saliency evaluate 2"
 RESULT: dict[str, Any] = dict.fromkeys(("image", "method", "metric"), str)
-RESULT |= {"value": float | None, "seconds": float, "controls": dict, "curves": dict, "higher_is_better": bool | None}
-RESULT["p"] = float | None
+RESULT |= {"value": float | None, "seconds": float, "controls": dict, "curves": dict}
+RESULT |= {"higher_is_better": bool | None, "p": float | None}
 """The shape of a stored `MetricResult`."""
 
 

@@ -56,7 +56,7 @@ class Group:
         method: The method.
         images: The number of images.
         fraction: Their fraction of the class.
-        probability: The mean probability of the class; None if it is not known.
+        probability: The mean probability of the class; None if the run has no probabilities.
         outside: The fraction of the group's mean map outside of the cells that hold 95 % of the mean map of the others.
         stability: The mean overlap (Jaccard) with the most similar group when half of the images are clustered; 1 means
             that the group is always found.

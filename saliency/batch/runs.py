@@ -56,9 +56,10 @@ class ImageChange:
         classes: The explained class in each run.
         rank: The rank correlation of both maps.
         moved: The fraction of the map's magnitude that moved, from 0 to 1.
-        chance: The largest fraction that moved between the first run and a run of the yardstick; None without one.
+        chance: The largest fraction that moved between the first run and a run of the yardstick; None if there is no
+            yardstick.
         overlays: The overlay of each run.
-        p: The fraction of all maps that move as much by chance; None without a yardstick.
+        p: The fraction of all maps that move as much by chance; None if there is no yardstick.
     """
 
     name: str
@@ -72,7 +73,7 @@ class ImageChange:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the map moved more than all but 5 % of the maps by chance."""
+        """Whether the map moved more than 95 % of the maps moved by chance."""
         return self.p is not None and self.p <= LEVEL
 
 
@@ -86,7 +87,8 @@ class ClassChange:
         images: The number of images.
         rank, moved, chance: The means over the images.
         changed: The number of changed images.
-        p: The p-value of the sign-flip test of `moved` against `chance`, corrected by Holm; None without a yardstick.
+        p: The p-value of the sign-flip test of `moved` against `chance`, corrected by Holm; None if there is no
+            yardstick.
     """
 
     name: str
@@ -100,7 +102,7 @@ class ClassChange:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the maps of the class moved more than by chance: significantly, and by a tenth of the map or more."""
+        """Whether the maps of the class moved significantly more than by chance, by at least a tenth of the map."""
         return self.p is not None and self.p <= LEVEL and self.moved - (self.chance or 0) >= LEAST
 
 

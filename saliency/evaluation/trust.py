@@ -25,8 +25,7 @@ from ..attribution.heatmap import reduced_maps
 from ..attribution.options import declared_options
 from ..errors import LayerError, MethodError, NotApplicableError, SaliencyError
 from ..io.atomic_write import write_by_suffix
-from ..io.inputs import ImagesLike
-from ..model.answer import Answer
+from ..io.inputs import Batch, ImagesLike
 from ..tables import Column, Table, escaped, number
 from ..targets.classes import TargetLike
 from ..targets.similarity import ITSELF
@@ -221,7 +220,7 @@ def _without_nan(value: Any) -> Any:
 
 def trust(
     method: Attribution,
-    image: ImagesLike | Answer,
+    image: ImagesLike | Batch,
     target: TargetLike = None,
     *,
     others: ImagesLike | None = None,
@@ -256,7 +255,8 @@ def trust(
     if not isinstance(method, Attribution):
         raise MethodError(f"expected a method, such as GradCAM(model), got {method!r}")
     if isinstance(image, Mapping):
-        raise MethodError("a trust card is of one image, of a model that holds its other inputs; got a mapping of them")
+        problem = "a trust card is of one image, of a model that holds its other inputs; got a mapping of them"
+        raise MethodError(f"{problem}; pass result.hold(NAME) of the result of attribute")
     limit = math.inf if seconds is None else check_number("seconds", seconds, above=0)
     explanation = method.attribute(image, target)
     is_slow = time.perf_counter() - began > SLOW

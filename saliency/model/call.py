@@ -62,8 +62,8 @@ class Call(NamedTuple):
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
         subject: The image of a run that the thread processes.
         checks: The checks that wait for the result; see `check_later`.
-        compiled: Compiled functions from passes and their questions to scores, and to scores and gradients; they return
-            None for passes that cannot be compiled. None without them.
+        compiled: Two compiled functions of passes and their questions. They return scores, and scores and gradients, or
+            None for passes that cannot be compiled. None if the method is not compiled.
     """
 
     values: Mapping[Any, Any] = {}

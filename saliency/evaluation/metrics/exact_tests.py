@@ -47,7 +47,7 @@ BLOCK = 3
 """The number of permuted networks whose maps are scored together."""
 
 TRIES = 3
-"""The number of permuted networks that are tried for each draw. If too few have a map, the others count as ties."""
+"""The largest number of permuted networks for each draw. If too few of them have a map, the missing maps are ties."""
 
 KEPT = 2**25
 """The largest size of the weights of a network, in bytes, whose permutations all methods on an image share."""
@@ -161,7 +161,7 @@ class WeightsTest(ExactTest):
         return own, others + missing * [own], max(tries - len(others), 0)  # networks without a map are tied
 
     def _is_decided(self, own: float, others: Sequence[float]) -> bool:
-        """Return whether further maps change no verdict: some are better or tied, but not all are better."""
+        """Return whether the verdict is certain: enough maps are better or tied, and at least one is not better."""
         reached = sum(not score < own - slack(own) for score in others)
         return self.stop is not None and reached >= self.stop and not all(score > own + slack(own) for score in others)
 
