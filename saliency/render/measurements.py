@@ -37,7 +37,7 @@ MARKERS = {"chance": "|", "centre": "o", "edges": "^", "smoothed edges": "v", "c
 
 POSITIVE, NEGATIVE, SCORE = "#c8352b", "#2b62c8", "#222222"  # of a ledger
 WIDTH, ROW_HEIGHT = 9.0, 0.36  # inches
-LONGEST_HEADING = 80  # characters
+LONGEST_HEADING, LONGEST_VERDICT = 80, 105  # characters of a line
 
 
 def draw_trust(card: TrustCard) -> Figure:
@@ -75,7 +75,8 @@ def _draw_property(axes: Axes, row: Property) -> None:
     color = GREEN if row.is_clear else RED if row.is_worse else INK
     axes.errorbar(own, 0, xerr=error, color=color, marker="D", markersize=7)
     p = "" if row.p is None or math.isnan(row.p) else f" (p = {row.p:.2g})"
-    axes.set_title(f"{row.title}{p}: {row.verdict}", loc="left", fontsize=TEXT_SIZE)
+    title = textwrap.fill(f"{row.title}{p}: {row.verdict}", LONGEST_VERDICT)
+    axes.set_title(title, loc="left", fontsize=TEXT_SIZE, parse_math=False)
     axes.set_yticks([])
     axes.xaxis.set_major_formatter(lambda value, position: f"{value:.4g}")
     axes.tick_params(labelsize=TEXT_SIZE - 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,19 @@ def test_the_card_draws_each_rank_and_comparison_on_an_axis() -> None:
     assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + 6
     assert drawing.axes[1].get_title(loc="left")
+
+
+def test_long_verdicts_are_drawn_within_the_figure(card: TrustCard) -> None:
+    verdict = (
+        "cannot be told from chance: better than the maps of 17 of 19 untrained networks, and 2 others have no map"
+    )
+    long = copy.copy(card)
+    long.rows = tuple(replace(row, verdict=verdict) for row in card)
+    drawing = saliency.figure(long)
+    drawing.canvas.draw()
+    titles = [text for text in drawing.findobj(Text) if text.get_text().replace("\n", " ").endswith(verdict)]
+    assert len(titles) == len(drawing.axes) - 1
+    assert max(text.get_window_extent().x1 for text in titles) <= drawing.bbox.x1
 
 
 def test_the_name_of_a_method_is_refused() -> None:
