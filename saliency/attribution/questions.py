@@ -19,7 +19,17 @@ from ..hooks.pytree import rounding, tree_children, tree_map_tensors, tree_tenso
 from ..io.geometry import Frame, Geometry
 from ..io.inputs import Batch
 from ..model.answer import Answer
-from ..model.call import NO_ARGUMENTS, bind_image, bound, cache_of, current_call, last_operation, leaf, run_model
+from ..model.call import (
+    NO_ARGUMENTS,
+    bind_image,
+    bound,
+    cache_of,
+    check_later,
+    current_call,
+    last_operation,
+    leaf,
+    run_model,
+)
 from ..model.dual_encoder import DualEncoder
 from ..model.inputs import InputBatch
 from ..model.layers import find, is_channels_first, trace_layers
@@ -141,6 +151,12 @@ class FunctionScore:
         return torch.stack([score[self.image] for score in scores])
 
 
+def _require_finite(*scores: float) -> None:
+    for index, score in enumerate(scores):
+        if not math.isfinite(score):
+            raise NonFiniteError(f"the score of image {index} is {score}; the model's output is not finite")
+
+
 class Questions:
     """Questions of one call: one for each image, and a function from the output to the scores of all images.
 
@@ -160,9 +176,10 @@ class Questions:
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
 
+        A score that is NaN or infinite raises NonFiniteError once the result is computed.
+
         Raises:
             TargetError: The target does not fit the output.
-            NonFiniteError: A score is NaN or infinite.
         """
         call = current_call()
         if not self.asked:
@@ -170,11 +187,7 @@ class Questions:
                 _require_plain(output, call.logits)
             self.asked = self.target.ask(output, self.images)
         scores = one_score_each(self.asked.score(output), len(self.asked))
-        if call.is_tracing:
-            return scores
-        for index, score in enumerate(scores.tolist()):
-            if not math.isfinite(score):
-                raise NonFiniteError(f"the score of image {index} is {score}; the model's output is not finite")
+        check_later(_require_finite, scores)
         return scores
 
     def __len__(self) -> int:

@@ -149,13 +149,18 @@ def name_subject(name: str) -> None:
 
 
 def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
-    """Call a function that may warn with some numbers (), once the result is computed, so that nothing waits for them.
+    """Call a function that may warn or raise with numbers, once the result is computed, so that nothing waits for them.
 
     The numbers are read from the device together with numbers of the result, by `read_back`.
+
+    Args:
+        check: The function.
+        numbers: Tensors (), or one tensor (n,).
     """
     call = current_call()
     if not call.is_tracing:
-        cast("list[Any]", call.checks).append((torch.stack(numbers), check))
+        row = torch.stack(numbers) if len(numbers) > 1 else numbers[0].detach().reshape(-1)
+        cast("list[Any]", call.checks).append((row, check))
 
 
 def read_back(rows: Tensor) -> list[tuple[float, ...]]:
