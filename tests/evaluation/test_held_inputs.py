@@ -13,7 +13,7 @@ from saliency import METHODS
 from saliency.metrics import METRICS
 from tests.several_inputs import case
 
-DRAW_WEIGHTS = ("mprt", "noise_margin")  # in the order of the modules, which a module around the model changes
+DRAW_WEIGHTS = ("mprt", "noise_margin", "weights")  # in the order of the modules, which a module around the model changes
 FAST: dict[str, dict[str, Any]] = {"deletion": {"steps": 4}, "infidelity": {"passes": 4}, "random_logit": {"draws": 2}}
 
 
@@ -53,12 +53,14 @@ def check(metric: str, options: dict[str, Any]) -> None:
         others = {key: own for key, own in inputs.items() if key != name}
         alone = saliency.GradCAM(Holding(model, others, name), f"model.{layer}")
         method = saliency.GradCAM(model, layer)
-        result = method.attribute(inputs, 1, explain=[name])
+        result = method.attribute(inputs, 0, explain=[name])
         masks = torch.zeros(1, *result[name].input_size, dtype=torch.bool)
         masks[:, :4, :6] = True
-        context: dict[str, Any] = {"target": 1, "masks": masks, "reference": result[name]}
+        colours = 30 * torch.randn(200, inputs[name].shape[1], 1, 1, dtype=torch.float64)  # of the classes 1, 2 and 3
+        context: dict[str, Any] = {"target": 0, "masks": masks, "reference": result[name]}
+        context["others"] = colours.expand(-1, -1, *inputs[name].shape[2:])
         own = METRICS[metric](**options).measure(result[name], method=method, inputs=result.hold(name), **context)
-        explanation = alone.attribute(inputs[name], 1)
+        explanation = alone.attribute(inputs[name], 0)
         expected = METRICS[metric](**options).measure(explanation, method=alone, inputs=inputs[name], **context)
         torch.testing.assert_close(own.values, expected.values, equal_nan=True)
 
