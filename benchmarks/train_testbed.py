@@ -32,10 +32,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_iou, generalized_box_iou_loss
 
 import saliency
 from saliency import DualEncoder
@@ -203,24 +201,28 @@ def candidate_loss(model: nn.Module, scenes: Scenes, _task: Task) -> Tensor:
 
     Objects of up to 17 pixels belong to the fine level, those from 14 pixels on to the coarse one.
     """
+    from torchvision import ops
+
     y, raw = model(normalised(scenes.images))
     grids = [torch.cartesian_prod(*[torch.arange(0.5, SIZE // stride) * stride] * 2).flip(1) for stride in (4, 8)]
     centres = torch.cat(grids)[None, :, None]  # (1, M, 1, 2)
     is_fine = (torch.arange(centres.shape[1]) < len(grids[0]))[:, None]  # (M, 1)
-    boxes = box_convert(scenes.boxes, "xyxy", "cxcywh")[:, None]  # (N, 1, K, 4)
+    boxes = ops.box_convert(scenes.boxes, "xyxy", "cxcywh")[:, None]  # (N, 1, K, 4)
     near = ((centres - boxes[..., :2]).abs() < 0.3 * boxes[..., 2:]).all(3)  # (N, M, K)
     longest = boxes[..., 2:].amax(3)
     positive = near & torch.where(is_fine, longest < 17, longest > 14) & scenes.masks.any((2, 3))[:, None]
     classes = positive.float() @ F.one_hot(scenes.shapes, len(OBJECTS)).float()  # (N, M, C)
     image, cell, number = positive.nonzero(as_tuple=True)
-    found = box_convert(y[:, :4].mT[image, cell], "cxcywh", "xyxy")
-    of_boxes: Tensor = generalized_box_iou_loss(found, scenes.boxes[image, number], reduction="mean")
+    found = ops.box_convert(y[:, :4].mT[image, cell], "cxcywh", "xyxy")
+    of_boxes: Tensor = ops.generalized_box_iou_loss(found, scenes.boxes[image, number], reduction="mean")
     of_classes = F.binary_cross_entropy_with_logits(raw["scores"].mT, classes, reduction="sum") / len(image)
     return 2 * of_boxes + of_classes
 
 
 def query_loss(model: QueryDetector, scenes: Scenes, _task: Task) -> Tensor:
     """Return the loss of DETR after each layer, with the matches of queries to objects of the last one."""
+    from torchvision import ops
+
     layers = model.decode(normalised(scenes.images))
     image, query, number = match(layers[-1], scenes)
     classes = torch.full(layers[-1]["logits"].shape[:2], len(OBJECTS))
@@ -229,8 +231,8 @@ def query_loss(model: QueryDetector, scenes: Scenes, _task: Task) -> Tensor:
     weights = torch.tensor([1.0] * len(OBJECTS) + [0.2])
     losses = []
     for output in layers:
-        found = box_convert(output["pred_boxes"][image, query], "cxcywh", "xyxy")
-        of_boxes = 2 * generalized_box_iou_loss(found, boxes, reduction="mean") + 10 * F.l1_loss(found, boxes)
+        found = ops.box_convert(output["pred_boxes"][image, query], "cxcywh", "xyxy")
+        of_boxes = 2 * ops.generalized_box_iou_loss(found, boxes, reduction="mean") + 10 * F.l1_loss(found, boxes)
         losses.append(of_boxes + F.cross_entropy(output["logits"].mT, classes, weights))
     return torch.stack(losses).sum()
 
@@ -238,13 +240,16 @@ def query_loss(model: QueryDetector, scenes: Scenes, _task: Task) -> Tensor:
 @torch.no_grad()
 def match(output: dict[str, Tensor], scenes: Scenes) -> tuple[Tensor, ...]:
     """Return the indices of images, queries and objects of the best one-to-one matches."""
-    truth, found = scenes.boxes / SIZE, box_convert(output["pred_boxes"], "cxcywh", "xyxy")
+    from scipy.optimize import linear_sum_assignment
+    from torchvision import ops
+
+    truth, found = scenes.boxes / SIZE, ops.box_convert(output["pred_boxes"], "cxcywh", "xyxy")
     classes = scenes.shapes[:, None].expand(-1, found.shape[1], -1)
     costs = 10 * torch.cdist(found, truth, 1) / 4 - output["logits"].softmax(2).gather(2, classes)
     matches = []
     for image, kept in enumerate(scenes.masks.any((2, 3))):
         numbers = kept.nonzero()[:, 0]
-        overlaps = generalized_box_iou(found[image], truth[image, numbers])
+        overlaps = ops.generalized_box_iou(found[image], truth[image, numbers])
         query, column = map(torch.from_numpy, linear_sum_assignment(costs[image][:, numbers] - 2 * overlaps))
         matches.append(torch.stack([torch.full_like(query, image), query, numbers[column]]))
     return torch.cat(matches, 1).unbind()
@@ -480,25 +485,29 @@ def detections(name: str, scenes: Scenes) -> list[tuple[Tensor, Tensor]]:
 
     Only the one-stage detector needs non-maximum suppression.
     """
+    from torchvision import ops
+
     output = saliency.load(name)(normalised(scenes.images))
     if is_set := isinstance(output, dict):
         boxes, scores = SIZE * output["pred_boxes"], output["logits"].softmax(2)[..., :-1]
     else:
         boxes, scores = output[0].mT.tensor_split([4], 2)
     results = []
-    for corners, score, label in zip(box_convert(boxes, "cxcywh", "xyxy"), *scores.max(2), strict=True):
+    for corners, score, label in zip(ops.box_convert(boxes, "cxcywh", "xyxy"), *scores.max(2), strict=True):
         high = (score > 0.5).nonzero()[:, 0]
-        kept = high if is_set else high[batched_nms(corners[high], score[high], label[high], 0.5)]
+        kept = high if is_set else high[ops.batched_nms(corners[high], score[high], label[high], 0.5)]
         results.append((corners[kept], label[kept]))
     return results
 
 
 def detection_scores(name: str, images: int = 1000) -> tuple[float, float]:
     """Return the shares of objects that a detector finds, with their class and an IoU above 0.5, and of right boxes."""
+    from torchvision import ops
+
     scenes = held_out("several", images)
     right = found = 0
     for (boxes, labels), truth, shapes in zip(detections(name, scenes), scenes.boxes, scenes.shapes, strict=True):
-        hits = (box_iou(truth, boxes) > 0.5) & (shapes[:, None] == labels)
+        hits = (ops.box_iou(truth, boxes) > 0.5) & (shapes[:, None] == labels)
         right += int(hits.any(1).sum())
         found += len(labels)
     return right / scenes.shapes.numel(), right / max(1, found)

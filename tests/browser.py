@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-PATIENCE = 20  # seconds
+PATIENCE = 60  # seconds, on a busy machine
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 

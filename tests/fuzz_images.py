@@ -19,7 +19,7 @@ import torch  # noqa: F401  not of interest, so it is imported before what is wa
 with atheris.instrument_imports(include=["PIL", "saliency"]):
     from PIL import Image
 
-    from saliency.errors import ImageError
+    from saliency.errors import ImageError, SaliencyWarning
     from saliency.io.inputs import open_image
     from saliency.io.preprocess import drawable
 
@@ -76,6 +76,7 @@ def main() -> None:
         for number, data in enumerate(seeds()):
             (folder / f"seed{number}").write_bytes(data)
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", SaliencyWarning)  # the reader warns of animations, and shows their first frame
     atheris.Setup(sys.argv, open_bytes)
     atheris.Fuzz()
 

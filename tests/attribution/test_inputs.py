@@ -19,11 +19,14 @@ from saliency import Views
 from saliency.errors import ImageError, LayerError, MethodError, ModelError, NonFiniteError, SaliencyWarning
 from tests.several_inputs import CASES, MultiView, case
 
-captum = pytest.importorskip("captum.attr")
-
 TWO_STREAMS = ("late", "middle", "early", "shared")
 COMPLETE = ("input_x_gradient", "integrated_gradients", "deep_lift", "lrp", "attn_lrp")
 WINDOW: dict[str, Any] = {"window": 8, "stride": 4}
+
+
+@pytest.fixture(scope="module")
+def captum() -> Any:
+    return pytest.importorskip("captum.attr")
 
 
 def keep(calls: list[Tensor], module: nn.Module, arguments: Any, output: Tensor) -> None:
@@ -35,7 +38,7 @@ def target_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", TWO_STREAMS)
-def test_maps_equal_the_tuples_of_captum(name: str) -> None:
+def test_maps_equal_the_tuples_of_captum(name: str, captum: Any) -> None:
     model, inputs = case(name)
     given = tuple(inputs.values())
     path = {"n_steps": 20, "method": "gausslegendre"}
@@ -52,7 +55,7 @@ def test_maps_equal_the_tuples_of_captum(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TWO_STREAMS)
-def test_occlusion_equals_the_tuples_of_captum(name: str) -> None:
+def test_occlusion_equals_the_tuples_of_captum(name: str, captum: Any) -> None:
     model, inputs = case(name)
     windows = tuple((x.shape[1], 4, 4) for x in inputs.values())
     strides = tuple((x.shape[1], 2, 2) for x in inputs.values())
@@ -73,7 +76,9 @@ def test_occlusion_equals_the_tuples_of_captum(name: str) -> None:
         ("early", ("fused", "fused")),
     ],
 )
-def test_grad_cam_equals_that_of_captum_at_the_layer_of_each_image(name: str, layers: tuple[str, str]) -> None:
+def test_grad_cam_equals_that_of_captum_at_the_layer_of_each_image(
+    name: str, layers: tuple[str, str], captum: Any
+) -> None:
     model, inputs = case(name)
     result = saliency.GradCAM(model).attribute(inputs, 1)
     for own, layer in zip(result.values(), layers, strict=True):
@@ -185,7 +190,7 @@ def test_a_map_at_a_layer_is_of_the_rows_of_its_view(is_transposed: bool) -> Non
             torch.testing.assert_close(own.values[row : row + 1], alone[view].values)
 
 
-def test_photos_have_their_own_preprocessing_frames_and_baselines(tmp_path: Path) -> None:
+def test_photos_have_their_own_preprocessing_frames_and_baselines(tmp_path: Path, captum: Any) -> None:
     model, _ = case("late")
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
     photo.save(tmp_path / "a.png")

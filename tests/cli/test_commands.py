@@ -40,6 +40,7 @@ PHOTOS = sorted(ASSETS.glob("*.jpg"))
 # A few passes for each method of many.
 FEW = ("passes=30", "steps=2", "channels=4", "segments=[3,3]", "grid=2", "window=96", "stride=96")
 QUICK = tuple(word for setting in FEW for word in ("--set", setting))
+SMALL = ("--set", "window=16", "--set", "stride=16")  # for images of 32 x 32 pixels
 SILU = ("--model", "efficientnet_b0", "--weights", "none")  # a network without a ReLU
 
 
@@ -132,7 +133,7 @@ def test_every_method_is_drawn_and_on_the_sheet(
     model.preprocess, model.categories = Preprocess(size=(32, 32), resize=32, mean=(0.5,) * 3, std=(0.5,) * 3), None
     monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: model)
     (photo,) = copies(tmp_path, "coffee.jpg")
-    answer = explain(run, tmp_path / "out", photo, "--method", "all", *QUICK, "--sheet")
+    answer = explain(run, tmp_path / "out", photo, "--method", "all", *QUICK, *SMALL, "--sheet")
     assert answer.code == 0, answer.err
     assert set(names(tmp_path / "out")) == {f"coffee.{method}.png" for method in drawn} | {"sheet.png"}
     with Image.open(tmp_path / "out" / "sheet.png") as sheet:
@@ -470,7 +471,7 @@ def test_a_warning_is_one_line_without_source_code(run: Callable[..., Run], tmp_
             'no option "smoth" of deconvnet or the overlay; did you mean "smooth"',
         ),
         (["--set", "foo=1", "-m", "rise"], 'no option "foo" of rise or the overlay; the options are grid'),
-        (["--set", "foo=1"], 'no option "foo" of grad_cam or the overlay; the options are opacity'),
+        (["--set", "foo=1"], 'no option "foo" of grad_cam or the overlay; the options are calls, opacity'),
         (["--set", "n_steps=3", "-m", "idgi"], 'no option "n_steps" of idgi or the overlay; it is called steps here'),
         (["--target", "cat"], 'no class "cat" among 1000 classes; did you mean "tiger cat" or "Persian cat"'),
         (["--set", "smooth=positiv", "-m", "deconvnet"], 'did you mean "positive"'),

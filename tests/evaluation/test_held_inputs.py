@@ -13,7 +13,11 @@ from saliency import METHODS
 from saliency.metrics import METRICS
 from tests.several_inputs import case
 
-DRAW_WEIGHTS = ("mprt", "noise_margin")  # in the order of the modules, which a module around the model changes
+DRAW_WEIGHTS = (
+    "mprt",
+    "noise_margin",
+    "weights",
+)  # in the order of the modules, which a module around the model changes
 FAST: dict[str, dict[str, Any]] = {"deletion": {"steps": 4}, "infidelity": {"passes": 4}, "random_logit": {"draws": 2}}
 
 
@@ -35,7 +39,7 @@ def one_case(name: str = "late") -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "metric", ["deletion", "infidelity", "random_logit", "average_drop", "relative_output_stability"]
+    "metric", ["deletion", "infidelity", "random_logit", "average_drop", "relative_output_stability", "class"]
 )
 def test_a_metric_of_one_input_equals_that_of_a_network_that_holds_the_others(metric: str) -> None:
     check(metric, FAST.get(metric, {}))
@@ -53,12 +57,14 @@ def check(metric: str, options: dict[str, Any]) -> None:
         others = {key: own for key, own in inputs.items() if key != name}
         alone = saliency.GradCAM(Holding(model, others, name), f"model.{layer}")
         method = saliency.GradCAM(model, layer)
-        result = method.attribute(inputs, 1, explain=[name])
+        result = method.attribute(inputs, 0, explain=[name])
         masks = torch.zeros(1, *result[name].input_size, dtype=torch.bool)
         masks[:, :4, :6] = True
-        context: dict[str, Any] = {"target": 1, "masks": masks, "reference": result[name]}
+        colours = 5 * torch.randn(200, inputs[name].shape[1], 1, 1, dtype=torch.float64)  # of the classes 1, 2 and 3
+        context: dict[str, Any] = {"target": 0, "masks": masks, "reference": result[name]}
+        context["others"] = colours.expand(-1, -1, *inputs[name].shape[2:])
         own = METRICS[metric](**options).measure(result[name], method=method, inputs=result.hold(name), **context)
-        explanation = alone.attribute(inputs[name], 1)
+        explanation = alone.attribute(inputs[name], 0)
         expected = METRICS[metric](**options).measure(explanation, method=alone, inputs=inputs[name], **context)
         torch.testing.assert_close(own.values, expected.values, equal_nan=True)
 
@@ -91,7 +97,7 @@ def test_a_trust_card_is_of_the_held_image() -> None:
     method = saliency.GradCAM(model)
     result = method.attribute(inputs, 1)
     held: Any = result.hold("depth")
-    card = saliency.trust(method, held, 1, seconds=1)
+    card = saliency.trust(method, held, 1)
     assert card.explanation.layer == result["depth"].layer == "depth_stream"
     torch.testing.assert_close(card.explanation.values, result["depth"].values)
     assert {"weights", "deletion", "insertion", "rank_correlation"} <= card.measurements.keys()

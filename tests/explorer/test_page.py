@@ -22,7 +22,7 @@ from saliency.batch.options import NetworkOptions
 from saliency.explorer.page import static_files, widget_module
 from saliency.explorer.session import PageAnswer, Session
 from saliency.testbed.shapes import draw_scenes
-from tests.browser import chromium, until, visit
+from tests.browser import PATIENCE, chromium, until, visit
 from tests.explorer.serving import served
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def test_a_dropped_photo_shows_its_classes_and_its_first_map(page: Page) -> None
     assert page.locator(".choice").all_inner_texts()[0].split("\n") == ["tiger cat", "38.6%"]
     assert titles(page) == ["tiger cat\nby GradCAM"]
     assert page.get_by_role("status").first.inner_text() == "tiger cat, explained by GradCAM"
-    assert page.locator(".bar-colours").get_attribute("aria-label", timeout=1000).startswith("Colours from 0")  # type: ignore[union-attr]
+    assert page.locator(".bar-colours").get_attribute("aria-label").startswith("Colours from 0")  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_a_map_of_many_passes_is_shown_early_and_refined_in_place(page: Page, se
 
     def explain(asked: PageAnswer, send: Callable[[PageAnswer], None], check: Callable[[], None]) -> None:
         send(answer("a cat", "rise", 0.25, 0.3))
-        refined.wait(10)
+        refined.wait(PATIENCE)
         send({"method": "rise", "progress": 0.6, "done": False})
         send(answer("a cat", "rise", 1.0, 1.0))
 
@@ -339,7 +339,7 @@ def test_another_question_cancels_the_one_before_whose_answers_are_never_shown(p
         until(page, "document.querySelector('.status').textContent.includes('refining')")
         page.get_by_label("Method", exact=False).select_option("layer_cam")
         settle(page)
-        assert stopped.wait(10)
+        assert stopped.wait(PATIENCE)
     page.wait_for_timeout(100)
     assert titles(page) == ["layer_cam\nby LayerCAM"]
     assert not [text for text in page.evaluate("[...window.seen]") if "late" in text]
@@ -371,7 +371,7 @@ def test_a_method_that_is_chosen_while_a_photo_is_opened_explains_this_photo(pag
     opened = session.open
 
     def slow(image: bytes | int, name: str) -> PageAnswer:
-        is_opened.wait(10)
+        is_opened.wait(PATIENCE)
         return opened(image, name)
 
     vars(session)["open"] = slow

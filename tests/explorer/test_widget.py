@@ -19,7 +19,7 @@ from saliency.explorer.page import widget_module
 from saliency.explorer.session import PageAnswer, Session
 from saliency.explorer.widget import Conversation
 from saliency.testbed.shapes import draw_scenes
-from tests.browser import chromium, visit
+from tests.browser import PATIENCE, chromium, visit
 
 SCENES = (draw_scenes(2).images * 255).round().byte().permute(0, 2, 3, 1).numpy()
 CAT = Path(__file__).parents[2] / "assets" / "chelsea.jpg"
@@ -164,7 +164,7 @@ def test_the_module_shows_the_explorer_in_a_page_of_a_notebook(session: Session,
         page.expose_function("ask", lambda message: front.conversation.receive(None, message, []))
         page.goto((tmp_path / "cell.html").as_uri())
         text = ""
-        for _ in range(400):
+        for _ in range(50 * PATIENCE):
             while not front.messages.empty():
                 message, buffers = front.messages.get()
                 page.evaluate(

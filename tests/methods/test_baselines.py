@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
-from torchvision import transforms
 
 from saliency import IDGI, Attribution, GuidedIG, IntegratedGradients, Occlusion, PerImage
 from saliency.errors import MethodError
@@ -35,6 +34,8 @@ def test_black_and_white_are_those_of_the_picture(name: str, level: float) -> No
 
 
 def test_any_callable_says_what_black_is() -> None:
+    from torchvision import transforms
+
     prepare = TransformPreprocess(
         transforms.Compose([transforms.Resize((20, 24)), transforms.ToTensor(), transforms.Normalize([0.2], [0.5])])
     )

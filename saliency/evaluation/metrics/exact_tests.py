@@ -281,7 +281,8 @@ def mosaic_shares(subject: Subject) -> Tensor:
     ]
     first, second, third, fourth = torch.cat(tiles)
     mosaic = torch.cat([torch.cat([first, second], 2), torch.cat([third, fourth], 2)], 1)[None]
-    explanation = method.attribute(mosaic.expand(OBJECTS, -1, -1, -1), [label, *(labels[n] for n in numbers)])
+    inputs = subject.inputs_for(method, mosaic.expand(OBJECTS, -1, -1, -1))
+    explanation = method.attribute(inputs, [label, *(labels[n] for n in numbers)])
     maps = full_size(explanation).cpu().double().clamp(min=0)
     quarters = maps.view(OBJECTS, 2, height // 2, 2, width // 2).sum((2, 4)).flatten(1)
     totals = quarters.sum(1, keepdim=True)
