@@ -186,8 +186,8 @@ def _draw_columns(
             lines += textwrap.wrap(row[0].target_names[0], letters, max_lines=2 - len(lines), placeholder="…")
             lines += probability(row[0])
         if lines:
-            text, style_of_text = "\n".join(lines), {"rotation": 90, "ha": "right", "va": "center", "parse_math": False}
-            axes.text(-0.04, 0.5, text, fontsize=TITLE_SIZE, transform=axes.transAxes, **style_of_text)
+            style_of_text: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "center", "parse_math": False}
+            axes.text(-0.04, 0.5, "\n".join(lines), fontsize=TITLE_SIZE, transform=axes.transAxes, **style_of_text)
     height = width * min(frames[-1].image.height / frames[-1].image.width, TALLEST)
     for axes, bar, explanation in zip(grid[-1][1:], bars, rows[0], strict=True):
         below = axes.inset_axes((0.0, -2 * BAR_HEIGHT / height, 1.0, BAR_HEIGHT / height))
