@@ -58,11 +58,18 @@ def check_choice(
 
 
 def check_integer(
-    option: str, value: object, *, least: int | None = 1, hint: str = "", error: type[SaliencyError] = MethodError
+    option: str,
+    value: object,
+    *,
+    least: int | None = 1,
+    most: int | None = None,
+    hint: str = "",
+    error: type[SaliencyError] = MethodError,
 ) -> int:
-    """Return `value` as an int if it is an integer of at least `least`; otherwise raise `error`, ending in `hint`."""
-    if not is_integer(value, least):
+    """Return `value` as an int if it is an integer within the bounds; otherwise raise `error`, ending in `hint`."""
+    if not is_integer(value, least) or (most is not None and int(value) > most):
         bound = "" if least is None else f" of at least {least}"
+        bound += "" if most is None else f" and at most {most}"
         raise error(f"{option}={described(value)} is not a whole number{bound}{hint}")
     return int(value)
 

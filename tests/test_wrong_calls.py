@@ -44,6 +44,7 @@ class Unhashable:
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "an attribute of a class": (lambda: API.GradCAM.attribute("x.jpg"), "GradCAM(model).attribute(image)"),
     "an attribute of a class with a target": (lambda: API.LRP.attribute("x.jpg", 1), "(model).attribute(image)"),
+    "an attribute of a class by keyword": (lambda: API.GradCAM.attribute(inputs=X), "GradCAM(model).attribute(image)"),
     "an attribute without image": (lambda: API.LRP(MODEL).attribute(), "LRP(model).attribute(image)"),
     "a function as the model": (lambda: API.GradCAM(tiny_model), "call it: tiny_model()"),
     "weights as the model": (lambda: API.GradCAM(MODEL.state_dict()), 'saliency.load("mine.py:make", weights='),
@@ -57,6 +58,11 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "weights by path": (lambda: API.load("best.pt"), "--model mine.py:make --weights best.pt"),
     "a YOLO by path": (lambda: API.load("yolov8n.pt"), "from ultralytics import YOLO"),
     "no name": (lambda: API.load(None), "expected the name of a model"),
+    "passes without end": (
+        lambda: API.RISE(MODEL, passes=10**9),
+        "and at most 1000000",
+    ),
+    "steps without end": (lambda: API.IntegratedGradients(MODEL, steps=10**6), "and at most 5000"),
     "a tensor as an option": (lambda: API.IntegratedGradients(MODEL, steps=X), "steps=Tensor of shape (1, 3, 32, 32)"),
     "a network as an option": (lambda: API.IntegratedGradients(MODEL, baseline=MODEL).attribute(X), "baseline=TinyNet"),
     "a tensor as a layout": (lambda: API.GradCAM(MODEL, layout=X), "layout=Tensor of shape"),
@@ -115,4 +121,6 @@ def test_a_wrong_call_names_the_cure(case: str) -> None:
 
 
 def test_the_image_of_attribute_is_shown_as_required() -> None:
-    assert "(self, inputs: 'Any', target" in str(inspect.signature(saliency.GradCAM.attribute)).replace("saliency.", "")
+    assert "(self: 'Any', inputs: 'Any', target" in str(inspect.signature(saliency.GradCAM.attribute)).replace(
+        "saliency.", ""
+    )

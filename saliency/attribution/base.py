@@ -242,8 +242,8 @@ class Attribution(HasOptions, ABC):
 
     @known_keywords
     def attribute(
-        self,
-        inputs: Any = inspect.Parameter.empty,  # shown as required; see `_refuse_call`
+        self: Any = inspect.Parameter.empty,  # on a class, which `_refuse_call` answers
+        inputs: Any = inspect.Parameter.empty,  # shown as required
         target: TargetLike = None,
         *,
         forward_args: ForwardArgs = (),

@@ -68,6 +68,8 @@ CHECK_INTERVAL = 16
 LEAST_SAMPLES = 4
 """Number of samples at which listeners get a first estimate."""
 
+LARGEST_PASSES, LARGEST_STEPS = 1_000_000, 5_000
+"""Largest values of the options `passes`, and `steps` of a path."""
 MOST_PASSES = 100_000
 """Limit of the passes per image if only a tolerance or a time is set."""
 
@@ -479,7 +481,7 @@ class SampledAttribution(TimedAttribution):
             the root mean square of the values.
     """
 
-    passes: Option[int | None] = Option(None, check_integer)
+    passes: Option[int | None] = Option(None, check_integer, most=LARGEST_PASSES)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
     default_passes: ClassVar[int] = 50
     """The number of passes if no limit is set."""

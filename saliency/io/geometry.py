@@ -16,11 +16,12 @@ class Frame:
     """Position of the model's input on the original image.
 
     The box is in pixels of `image` (RGB, upright) and may be fractional. It extends beyond the image where the
-    preprocessing padded it.
+    preprocessing padded it. `name` is the name of the file without its suffix, if the image was read from a path.
     """
 
     image: Image.Image
     box: Box
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,6 +334,7 @@ def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
 
 def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Frame, Tensor]:
     """Return the frame of one image, and its input (1, 3, H, W)."""
+    stem = Path(os.fsdecode(image)).stem if isinstance(image, str | os.PathLike) else ""
     try:
         image = open_image(image)
         if prepare is None:
@@ -342,7 +343,7 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
             wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {examples}"
             raise ImageError(f"this model has no preprocessing; {wanted}")
         box, x = locate(prepare, image), prepare(image)
-        return Frame(drawable(image, prepare.range), box), x[None]
+        return Frame(drawable(image, prepare.range), box, stem), x[None]
     except ImageError as error:
         raise ImageError(f"{name}{error}") from error
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ..attribution.estimates import Estimate, generator
 from ..attribution.options import Option
-from ..attribution.passes import ImageAttribution, Passes, SampledAttribution, TimedAttribution, from_estimate
+from ..attribution.passes import (
+    LARGEST_STEPS,
+    ImageAttribution,
+    Passes,
+    SampledAttribution,
+    TimedAttribution,
+    from_estimate,
+)
 from ..errors import optional_import, warn
 from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, require_two_axes, spatial
@@ -85,7 +92,7 @@ class IntegratedGradients(TimedAttribution):
 
     baseline: BaselineOption = BaselineOption("mean")
     rule: Option[QuadratureRule] = Option("gauss_legendre", check_choice, RULES)
-    steps: Option[int] = Option(50, check_integer)
+    steps: Option[int] = Option(50, check_integer, most=LARGEST_STEPS)
     tolerance: Option[float | None] = Option(None, check_number, above=0)
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
@@ -136,7 +143,7 @@ class IDGI(TimedAttribution):
     preview_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
-    steps: Option[int] = Option(50, check_integer)
+    steps: Option[int] = Option(50, check_integer, most=LARGEST_STEPS)
 
     def explained_target(self, target: Target) -> Target:
         """Return the probability of a class instead of its logit."""
@@ -275,7 +282,7 @@ class GuidedIG(TimedAttribution):
     preview_options: ClassVar = {"steps": 3}
 
     baseline: BaselineOption = BaselineOption("mean")
-    steps: Option[int] = Option(200, check_integer)
+    steps: Option[int] = Option(200, check_integer, most=LARGEST_STEPS)
     fraction: Option[float] = Option(0.25, check_number, above=0, most=1)
     max_distance: Option[float] = Option(0.02, check_number, least=0, most=1)
 
@@ -360,7 +367,7 @@ class BlurIG(TimedAttribution):
     preview_options: ClassVar = {"steps": 3}
 
     max_sigma: Option[float] = Option(50.0, check_number, above=0)
-    steps: Option[int] = Option(100, check_integer)
+    steps: Option[int] = Option(100, check_integer, most=LARGEST_STEPS)
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute minus the integral, over the standard deviation, of gradient times change of the image."""
@@ -600,7 +607,7 @@ class XRAI(TimedAttribution):
     sign = "positive"
     preview_options: ClassVar = {"steps": 2}
 
-    steps: Option[int] = Option(50, check_integer)
+    steps: Option[int] = Option(50, check_integer, most=LARGEST_STEPS)
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the means of the regions."""

@@ -18,6 +18,9 @@ from ..validation import is_integer
 from .baselines import Filler, FillOption
 from .segments import SUPERPIXELS, SegmentAttribution
 
+_MOST_EDGE = 32
+"""The default window of an image of 224 pixels or more; the largest default stride is half of it."""
+
 
 def _checked_edges(option: str, edges: object) -> int | tuple[int, ...]:
     """Return one number of pixels, or one per axis. Raises MethodError for other values."""
@@ -41,8 +44,10 @@ class Occlusion(TimedAttribution):
 
     Args:
         window: The edge of the window in pixels of the model's input, or one number for each axis, such as (height,
-            width); cropped at axes that are shorter.
-        stride: The step of the window, or one for each axis; not more than the window.
+            width); cropped at axes that are shorter. By default 1/7 of the shorter side of an image, or 1/3 of a
+            volume's, and at most 32.
+        stride: The step of the window, or one for each axis; not more than the window. By default half of the
+            window, and at most 16.
         fill: The value of hidden pixels: a number, or one per channel, in the model's normalised space (0 is the mean
             colour of its training images), "mean" (of the image), "blur", "inpaint" (from the surrounding pixels), or
             an image (C, H, W) as the model takes it.
@@ -64,28 +69,41 @@ class Occlusion(TimedAttribution):
     preview_options: ClassVar = {"window": 7, "stride": 5}
     draft_options: ClassVar = {}
 
-    window: ConvertedOption[int | Sequence[int], int | tuple[int, ...]] = ConvertedOption(32, _checked_edges)
-    stride: ConvertedOption[int | Sequence[int], int | tuple[int, ...]] = ConvertedOption(16, _checked_edges)
+    window: ConvertedOption[int | Sequence[int] | None, int | tuple[int, ...] | None] = ConvertedOption(
+        None, _checked_edges
+    )
+    stride: ConvertedOption[int | Sequence[int] | None, int | tuple[int, ...] | None] = ConvertedOption(
+        None, _checked_edges
+    )
     fill: FillOption = FillOption()
 
     def __post_init__(self) -> None:
         """Check that the windows leave no pixel out."""
+        if self.window is None or self.stride is None:
+            return
         axes = max(np.size(self.window), np.size(self.stride), 2)
         for edge, step in zip(_edges(self.window, axes), _edges(self.stride, axes), strict=True):
             if step > edge:
                 raise MethodError(f"stride={step} is longer than the window of {edge}: it would leave pixels out")
 
+    def _windows(self, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the edges of the window and the strides for an image or a volume of a size."""
+        edge = max(1, min(_MOST_EDGE, min(size[-2:]) // (7 if len(size) == 2 else 3)))
+        edges = _edges(self.window or edge, len(size))
+        strides = _edges(self.stride or tuple(max(1, min(edge, _MOST_EDGE) // 2) for edge in edges), len(size))
+        return (edges if self.window else tuple(map(max, edges, strides))), strides
+
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the mean drop over the windows that cover each pixel."""
         x, budget = passes.x, passes.budget
         size = tuple(x.shape[2:])
-        edges = _edges(self.window, len(size))
+        edges, strides = self._windows(size)
         if all(edge > length for edge, length in zip(edges, size, strict=True)):
             shape, fits = " x ".join(map(str, size)), max(1, min(size) // 4)
             cure = f"pass smaller ones, such as window={fits}, stride={max(1, fits // 2)}"
-            raise MethodError(f"window={self.window} is larger than the input of {shape} pixels; {cure}")
+            raise MethodError(f"window={self.window or edges} is larger than the input of {shape} pixels; {cure}")
         window = tuple(map(min, edges, size))
-        steps = zip(size, window, _edges(self.stride, len(size)), strict=True)
+        steps = zip(size, window, strides, strict=True)
         starts = [[*range(0, length - edge, step), length - edge] for length, edge, step in steps]  # the last fits in
         first = list(product(*map(_covering, starts, window)))
         others = sorted({*product(*starts)} - {*first})

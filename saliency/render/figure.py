@@ -181,11 +181,13 @@ def _draw_columns(
     for axes in grid[0]:
         axes.title.set_parse_math(parse_math and _has_one_class(rows[0]))
     for row, [axes, *_] in zip(rows, grid, strict=True):
+        lines = textwrap.wrap(getattr(row[0].frames[0], "name", ""), letters, max_lines=1, placeholder="…")
         if _has_one_class(row):
-            lines = textwrap.wrap(row[0].target_names[0], letters, max_lines=2, placeholder="…")
-            text = "\n".join([*lines, *probability(row[0])])
+            lines += textwrap.wrap(row[0].target_names[0], letters, max_lines=2 - len(lines), placeholder="…")
+            lines += probability(row[0])
+        if lines:
             style_of_text: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "center", "parse_math": False}
-            axes.text(-0.04, 0.5, text, fontsize=TITLE_SIZE, transform=axes.transAxes, **style_of_text)
+            axes.text(-0.04, 0.5, "\n".join(lines), fontsize=TITLE_SIZE, transform=axes.transAxes, **style_of_text)
     height = width * min(frames[-1].image.height / frames[-1].image.width, TALLEST)
     for axes, bar, explanation in zip(grid[-1][1:], bars, rows[0], strict=True):
         below = axes.inset_axes((0.0, -2 * BAR_HEIGHT / height, 1.0, BAR_HEIGHT / height))

@@ -55,10 +55,40 @@ def test_a_window_of_one_pixel_gives_gradient_times_input_of_a_linear_model() ->
 def test_a_window_that_covers_the_picture_is_one_pass_and_a_larger_one_is_refused() -> None:
     model, x = Linear(), picture()
     with pytest.raises(MethodError, match="window=32 is larger than the input of 8 x 10 pixels"):
-        Occlusion(model).attribute(x, 0)
+        Occlusion(model, window=32).attribute(x, 0)
     found = Occlusion(model, window=10, stride=8).attribute(x, 0)
     torch.testing.assert_close(found.values, (model(x)[0, 0] - model.bias).detach().expand(1, 1, 8, 10))
     assert found.run_stats[0].passes == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "stride", "windows"),
+    [
+        ((28, 28), 4, 2, 169),
+        ((32, 32), 4, 2, 225),
+        ((64, 48), 6, 3, 315),
+        ((225, 224), 32, 16, 182),
+        ((3, 5), 1, 1, 15),
+        ((6, 12, 12), 4, 2, 50),
+    ],
+)
+def test_the_default_window_fits_the_image(size: tuple[int, ...], window: int, stride: int, windows: int) -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * weight).flatten(1).sum(1, keepdim=True)
+
+    x, weight = noise(1, 1, *size), noise(1, 1, *size, seed=1)
+    found = Occlusion(Sum()).attribute(x, 0)
+    expected = Occlusion(Sum(), window=window, stride=stride).attribute(x, 0)
+    assert torch.equal(found.values, expected.values)
+    assert found.run_stats[0].passes == windows
+    assert torch.equal(Occlusion(Sum(), window=window).attribute(x, 0).values, expected.values)
+
+
+def test_the_default_window_is_not_shorter_than_the_stride() -> None:
+    model, x = Linear(), picture()
+    expected = Occlusion(model, window=3, stride=3).attribute(x, 0)
+    assert torch.equal(Occlusion(model, stride=3).attribute(x, 0).values, expected.values)
 
 
 def test_it_is_captums_where_the_windows_fit_the_picture() -> None:
@@ -112,7 +142,14 @@ def test_the_promises_hold_recomputed_locally_too(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 0}, {"window": 2.5}, {"window": (3, 3, 3)}, {"stride": 0}, {"window": 4, "stride": 5}, {"stride": True}]
+    [
+        {"window": 0},
+        {"window": 2.5},
+        {"window": (3, 3, 3), "stride": (1, 1)},
+        {"stride": 0},
+        {"window": 4, "stride": 5},
+        {"stride": True},
+    ]
     + [
         {"fill": each}
         for each in ("blurr", float("nan"), (), None, True, torch.zeros(8, 10), torch.zeros(3, 8, 10).int())

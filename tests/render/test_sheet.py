@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from saliency import contact_sheet, figure, overlay, shared_limit
 from saliency.attribution.explanation import Explanation
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.geometry import Frame
+from saliency.io.inputs import read
 from saliency.io.preprocess import Preprocess
 from saliency.render.sheet import ellipsised, font_for, wrapped
 from saliency.targets.question import QuestionFacts
@@ -269,6 +271,19 @@ def test_a_figure_by_method_names_different_classes_of_a_row_above_each_map() ->
     titles = ["image", "made_up\ncat 95.1 %", "made_up\ndog 95.1 %"]
     assert [panel.get_title() for panel in panels] == [*titles, "", "", ""]
     assert [len(panel.texts) for panel in panels] == [0, 0, 0, 1, 0, 0]
+
+
+def test_a_figure_by_method_names_the_file_of_each_image(tmp_path: Path) -> None:
+    names = ("a_cat.jpg", "an album of all of the summer of the year 2024.png")
+    files = [tmp_path / name for name in names]
+    for file in files:
+        whole(noise(16, 16)).image.save(file)
+    frames = [*read([str(files[0]), files[1]], Preprocess(size=(8, 8))).frames]
+    maps = [explained(torch.rand(1, 4, 4), frame) for frame in frames]
+    _, panels = by_method([[each] for each in maps])
+    labels = [panel.texts[0].get_text() for panel in panels[::2]]
+    assert labels[0] == "a_cat\nespresso\n95.1 %"
+    assert re.fullmatch(r"an album.*…\nespresso\n95.1 %", labels[1])
 
 
 def test_the_bar_of_a_column_shows_values_beyond_it_and_outliers_of_any_row() -> None:
