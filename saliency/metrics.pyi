@@ -30,7 +30,6 @@ from .evaluation.metrics.map_metrics import RelevanceRank as RelevanceRank
 from .evaluation.metrics.map_metrics import RocAuc as RocAuc
 from .evaluation.metrics.map_metrics import StructuralSimilarity as StructuralSimilarity
 from .evaluation.metrics.method_metrics import ADCC as ADCC
-from .evaluation.metrics.method_metrics import ARCC as ARCC
 from .evaluation.metrics.method_metrics import MPRT as MPRT
 from .evaluation.metrics.method_metrics import AvgSensitivity as AvgSensitivity
 from .evaluation.metrics.method_metrics import LocalLipschitz as LocalLipschitz

@@ -1,4 +1,4 @@
-"""ADCC and ARCC are the harmonic means that their authors compute."""
+"""ADCC is the harmonic mean that its authors compute."""
 
 from __future__ import annotations
 
@@ -81,45 +81,13 @@ def test_adcc_is_the_harmonic_mean_of_coherency_low_complexity_and_low_drop() ->
     assert measured("adcc", method).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_arcc_is_the_harmonic_mean_with_combined_road() -> None:
-    method = Scaled(network())
-    road = METRICS["combined_road"](shares=(0.2, 0.4, 0.6, 0.8))  # type: ignore[call-arg] # it has the option
-    effect = road.measure(method.attribute(X, CLASSES), method=method, inputs=X).values
-    assert (effect > 0).all()
-    coherency, sparsity = parts(method)
-    expected = 3 / (1 / coherency + 1 / sparsity + 1 / effect.numpy())
-    assert measured("arcc", method).tolist() == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-def test_arcc_is_that_of_its_authors(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = pytest.importorskip("pytorch_grad_cam.metrics.arcc")
-    road = pytest.importorskip("pytorch_grad_cam.metrics.road")
-    monkeypatch.setattr(road.NoisyLinearImputer, "__init__", lambda self: setattr(self, "noise", 0))
-    model = network()
-    method = Scaled(model)
-
-    def again(input_tensor: Tensor, targets: Any) -> np.ndarray:
-        found: np.ndarray = method.map(input_tensor).numpy()
-        return found
-
-    own = method.map(X).numpy()
-    targets = [lambda row, number=number: row.softmax(0)[number] for number in CLASSES]
-    expected = theirs.ARCC(again)(X.float(), own.astype(np.float32), targets, model.float())
-    model.double()
-    assert measured("arcc", method, noise=0).tolist() == pytest.approx(expected, rel=5e-3)
-    assert (expected > 0.1).all()
-
-
 def test_a_map_of_opposite_explanations_has_no_coherency() -> None:
-    for name in ("adcc", "arcc"):
-        assert measured(name, Negative(network())).tolist() == pytest.approx([0, 0], abs=1e-12)
+    assert measured("adcc", Negative(network())).tolist() == pytest.approx([0, 0], abs=1e-12)
 
 
-def test_both_share_the_map_of_the_image_times_the_map() -> None:
+def test_adcc_calls_the_method_once_and_touches_nothing() -> None:
     method = Scaled(network())
     before = Snapshot(model=method.model, method=method, x=X)
-    results = measure(["adcc", "arcc"], method.attribute(X, CLASSES), method=method, inputs=X)
-    assert [result.passes for result in results] == [1, 0]
+    (result,) = measure("adcc", method.attribute(X, CLASSES), method=method, inputs=X)
+    assert result.passes == 1
     assert not before.changes()

@@ -1,6 +1,6 @@
 """Metrics that call the method again: on another model, for another target, or on other images.
 
-They are metrics of randomisation, of robustness, and means that combine three metrics.
+They are metrics of randomisation, of robustness, and a mean that combines three metrics.
 
 `MPRT` and `RandomLogit` measure a drop in similarity: similarity of the map to a repeated computation, minus similarity
 to the map after the change. A map that ignores the model has a value of 0, whether it is constant or noise.
@@ -29,11 +29,10 @@ from ...model.call import prepared_for_attribution, run_model
 from ...model.layers import default_layer, find
 from ...targets.classes import TargetLike, class_scores
 from ...targets.question import Images
-from ...validation import check_choice, check_integer, check_number, check_numbers
+from ...validation import check_choice, check_integer, check_number
 from .base import Metric, Outcome, SharedResults, Subject, edges, stacked
-from .faithfulness import correlation, ranks_of, row_ranks, scaled_to_one
+from .faithfulness import correlation, row_ranks, scaled_to_one
 from .map_metrics import WINDOW, ssim
-from .road import NOISE, removed
 
 SimilarityKind = Literal["spearman", "absolute", "ssim"]
 SIMILARITIES: tuple[SimilarityKind, ...] = get_args(SimilarityKind)
@@ -525,39 +524,7 @@ def _elementwise_relative(change: Tensor, values: Tensor) -> Tensor:
     return change / values.abs().clamp(min=SMALLEST)
 
 
-class CombinedMetric(MethodMetric):
-    """Base class of harmonic means of coherency, low complexity and an effect on the score. Higher is better.
-
-    Coherency is (r + 1) / 2 for Pearson's correlation r of the map with the map of the image multiplied by it.
-    Complexity is the mean of the map. Both read the map scaled to 0..1.
-    """
-
-    higher_is_better = True
-
-    @abstractmethod
-    def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:
-        """Compute the effect on the score (N,), from 0 to 1.
-
-        Args:
-            subject: The explanation to measure.
-            maps: (N, H, W) the maps in the size of the images.
-            masked: (N, C, H, W) the images multiplied by their maps, scaled to 0..1.
-        """
-
-    def measure_maps(self, maps: Maps) -> Outcome:
-        """Compute the means of the images."""
-        subject = maps.subject
-        original = subject.resized(maps.original)
-        scaled = scaled_to_one(original)
-        masked = subject.images * scaled[:, None]
-        again = subject.resized(maps.once("masked", maps, masked))
-        is_equal = (original == again).flatten(1).all(1)
-        coherency = torch.where(is_equal, 1.0, (correlation(original.flatten(1), again.flatten(1)) + 1) / 2)
-        parts = torch.stack([coherency, 1 - scaled.flatten(1).mean(1).double(), self.effect(subject, original, masked)])
-        return Outcome(torch.where((parts > 0).all(0), 3 / (1 / parts.clamp(min=1e-30)).sum(0), 0.0))
-
-
-class ADCC(CombinedMetric):
+class ADCC(MethodMetric):
     """Harmonic mean of coherency, low complexity and low average drop; higher is better.
 
     Values: (N,), 0 to 1: the harmonic mean of (r + 1) / 2, 1 minus the mean of the map scaled to 0..1, and 1 minus
@@ -569,40 +536,18 @@ class ADCC(CombinedMetric):
     """
 
     name = "adcc"
+    higher_is_better = True
 
-    def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:
-        """Compute 1 minus the average drop."""
+    def measure_maps(self, maps: Maps) -> Outcome:
+        """Compute the means of the images."""
+        subject = maps.subject
+        original = subject.resized(maps.original)
+        scaled = scaled_to_one(original)
+        masked = subject.images * scaled[:, None]
+        again = subject.resized(maps(masked))
+        is_equal = (original == again).flatten(1).all(1)
+        coherency = torch.where(is_equal, 1.0, (correlation(original.flatten(1), again.flatten(1)) + 1) / 2)
         before, after = (subject.scores_of(images).double() for images in (subject.images, masked))
-        return 1 - ((before - after) / before.abs().clamp(min=1e-30)).clamp(0, 1)
-
-
-class ARCC(CombinedMetric):
-    """Harmonic mean of coherency, low complexity and combined ROAD; higher is better.
-
-    Args:
-        shares: As for `ROAD`.
-        noise: As for `ROAD`.
-
-    Values: (N,), 0 to 1: the harmonic mean of the first two parts of `ADCC`, and `CombinedROAD` of the probability.
-    0 if one of the three is not above 0.
-
-    Source: Domeniconi et al., "How to Evaluate and Refine your CAM" (2026), https://arxiv.org/abs/2605.14641.
-    """
-
-    name = "arcc"
-
-    shares: Option[tuple[float, ...]] = Option((0.2, 0.4, 0.6, 0.8), check_numbers, above=0, most=1)
-    noise: Option[float] = Option(NOISE, check_number, least=0)
-
-    def effect(self, subject: Subject, maps: Tensor, masked: Tensor) -> Tensor:
-        """Compute the combined ROAD."""
-        ranks = ranks_of(maps.flatten(1)).view_as(maps)
-        least, most = (self._mean_scores(subject, order) for order in (maps[0].numel() - 1 - ranks, ranks))
-        return (least - most).clamp(0, 1)
-
-    def _mean_scores(self, subject: Subject, ranks: Tensor) -> Tensor:
-        """Return the mean scores (N,) of images without the first pixels of orders (N, H, W), over all fractions."""
-        pairs = zip(subject.images[:, None], ranks, strict=True)
-        images = [removed(x, row, self.shares, self.noise, subject.seed) for x, row in pairs]
-        scores = [subject.scores_of(batch).double() for batch in torch.stack(images, 1)]  # of (k, N, C, H, W)
-        return torch.stack(scores).mean(0)
+        drop = ((before - after) / before.abs().clamp(min=1e-30)).clamp(0, 1)
+        parts = torch.stack([coherency, 1 - scaled.flatten(1).mean(1).double(), 1 - drop])
+        return Outcome(torch.where((parts > 0).all(0), 3 / (1 / parts.clamp(min=1e-30)).sum(0), 0.0))
