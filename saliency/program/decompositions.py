@@ -33,7 +33,7 @@ def convolution_backward(
         sizes = [(gradient.shape[2 + axis] - 1) * stride[axis] + reach[axis] - 2 * padding[axis] + 1 for axis in axes]
         missing = [x.shape[2 + axis] - sizes[axis] for axis in axes]
         if all(step == 1 for step in stride) and all(reach[axis] >= padding[axis] for axis in axes):
-            weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+            weight = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
             weight = weight.flip([2 + axis for axis in axes]) if any(reach) else weight
             padding, transposed = [reach[axis] - padding[axis] for axis in axes], True
     into = ATEN.convolution.default(gradient, weight, None, stride, padding, dilation, not transposed, missing, groups)
