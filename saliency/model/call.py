@@ -158,9 +158,9 @@ def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
         numbers: Tensors (), or one tensor (n,).
     """
     call = current_call()
-    if not call.is_tracing:
+    if call.checks is not None and not call.is_tracing:
         row = torch.stack(numbers) if len(numbers) > 1 else numbers[0].detach().reshape(-1)
-        cast("list[Any]", call.checks).append((row, check))
+        call.checks.append((row, check))
 
 
 def read_back(rows: Tensor) -> list[tuple[float, ...]]:

@@ -100,7 +100,7 @@ def test_every_option_of_a_method_is_checked_when_it_is_made(name: str) -> None:
         if isinstance(default, bool):
             assert all(given in (True, False) for given in taken), (option, taken)
         elif is_number:
-            takes_none = option in COUNTED and option != "chunk" and getattr(method, option).default is None
+            takes_none = option != "chunk" and getattr(method, option).default is None
             assert taken == [None] * takes_none, (option, taken)
 
 

@@ -683,7 +683,7 @@ def test_the_first_sigterm_ends_a_method_of_many_passes(source: Path, tmp_path: 
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().forward(x)
 
-    model, passes = Terminated(), 2_000_000
+    model, passes = Terminated(), 1_000_000
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt, match="0 of 2 images are done; re-run to resume"):
