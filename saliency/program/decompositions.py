@@ -23,20 +23,21 @@ def convolution_backward(
 ) -> tuple[Tensor | None, None, None]:
     """Return the gradient at the input: a convolution transposed once more, which restores the size of the input.
 
-    Of a convolution of stride 1, it is a convolution with a turned kernel, for which runtimes have faster kernels.
+    The gradient of a grouped convolution of stride 1 is a convolution with the flipped kernel, which runtimes compute
+    faster. Without groups, flipping the larger kernel in each call would cost more.
     """
-    _, stride, padding, dilation, transposed, _, groups, mask = options
+    _, stride, padding, dilation, is_transposed, _, groups, mask = options
     axes = range(len(stride))
-    missing = [0 for axis in axes]
-    if not transposed:
+    missing, transpose = [0 for axis in axes], not is_transposed
+    if not is_transposed:
         reach = [dilation[axis] * (weight.shape[2 + axis] - 1) for axis in axes]
         sizes = [(gradient.shape[2 + axis] - 1) * stride[axis] + reach[axis] - 2 * padding[axis] + 1 for axis in axes]
         missing = [x.shape[2 + axis] - sizes[axis] for axis in axes]
-        if all(step == 1 for step in stride) and all(reach[axis] >= padding[axis] for axis in axes):
+        if groups > 1 and all(stride[axis] == 1 and reach[axis] >= padding[axis] for axis in axes):
             weight = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
-            weight = weight.flip([2 + axis for axis in axes]) if any(reach) else weight
-            padding, transposed = [reach[axis] - padding[axis] for axis in axes], True
-    into = ATEN.convolution.default(gradient, weight, None, stride, padding, dilation, not transposed, missing, groups)
+            weight = weight.flip([2 + axis for axis in axes])
+            padding, transpose = [reach[axis] - padding[axis] for axis in axes], False
+    into = ATEN.convolution.default(gradient, weight, None, stride, padding, dilation, transpose, missing, groups)
     return into if mask[0] else None, None, None
 
 
