@@ -30,7 +30,7 @@ CELLS: Sequence[tuple[str, int, Sequence[type[saliency.Attribution]]]] = (
 
 
 def multiplication_rate() -> float:
-    """Return the operations a second of a product of large matrices, the most that convolutions can reach."""
+    """Return the operations a second of a product of large matrices, about the most that convolutions can reach."""
     a, seconds = torch.randn(2048, 2048), []
     for _ in range(8):
         start = time.process_time()
@@ -39,8 +39,8 @@ def multiplication_rate() -> float:
     return 2 * len(a) ** 3 / min(seconds)
 
 
-def row(name: str, batch: int, method: saliency.Attribution) -> str:
-    """Return a row of the table."""
+def row(name: str, batch: int, method: saliency.Attribution, rate: float) -> str:
+    """Return a row of the table, for a rate of operations a second."""
     x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     fast, start = method.compile(), time.process_time()
     explanation, exact = fast.attribute(x), method.attribute(x)
@@ -50,8 +50,8 @@ def row(name: str, batch: int, method: saliency.Attribution) -> str:
     eager, share = min(times["eager"].cpu), ratio(times["compiled"], times["eager"])
     with FlopCounterMode(display=False) as operations:
         method.attribute(x)
-    floor = operations.get_total_flops() / multiplication_rate() / eager
-    figures = f"{1000 * eager:.0f} | {share:.2f} | {floor:.2f} | {difference:.0e} | {first:.0f}"
+    arithmetic = operations.get_total_flops() / rate / eager
+    figures = f"{1000 * eager:.0f} | {share:.2f} | {arithmetic:.2f} | {difference:.0e} | {first:.0f}"
     return f"| {name} | {batch} | {method.name} | {figures} |"
 
 
@@ -60,17 +60,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print("\nCPU time at 224 px, one thread; the largest difference as a fraction of the largest value\n")
-    print("Floor: the operations of the call at the rate of a product of 2,048 x 2,048 matrices, over eager\n")
-    print("| network | images | method | eager, ms | compiled over eager | floor | difference | first call, s |")
+    rate = multiplication_rate()
+    print(f"Arithmetic: the time of the operations at {rate / 1e9:.0f} GFLOP/s, over eager")
+    print("This is the rate of a product of 2,048 x 2,048 matrices.\n")
+    print("| network | images | method | eager, ms | compiled over eager | arithmetic | difference | first call, s |")
     print("|---|---|---|---|---|---|---|---|")
     for name, batch, classes in CELLS:
         torch.manual_seed(0)
         model = NETWORKS[name]().eval()
         for cls in classes:
-            print(row(name, batch, cls(model)), flush=True)
+            print(row(name, batch, cls(model), rate), flush=True)
     model = NETWORKS["efficientnet_lite0"]().eval()
     for many in (saliency.IntegratedGradients(model, steps=32), saliency.RISE(model, passes=100)):
-        print(row("efficientnet_lite0", 1, many), flush=True)
+        print(row("efficientnet_lite0", 1, many, rate), flush=True)
 
 
 if __name__ == "__main__":

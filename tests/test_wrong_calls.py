@@ -58,10 +58,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "weights by path": (lambda: API.load("best.pt"), "--model mine.py:make --weights best.pt"),
     "a YOLO by path": (lambda: API.load("yolov8n.pt"), "from ultralytics import YOLO"),
     "no name": (lambda: API.load(None), "expected the name of a model"),
-    "passes without end": (
-        lambda: API.RISE(MODEL, passes=10**9),
-        "and at most 1000000",
-    ),
+    "passes without end": (lambda: API.RISE(MODEL, passes=10**9), "and at most 1000000"),
     "steps without end": (lambda: API.IntegratedGradients(MODEL, steps=10**6), "and at most 5000"),
     "a tensor as an option": (lambda: API.IntegratedGradients(MODEL, steps=X), "steps=Tensor of shape (1, 3, 32, 32)"),
     "a network as an option": (lambda: API.IntegratedGradients(MODEL, baseline=MODEL).attribute(X), "baseline=TinyNet"),
@@ -121,6 +118,5 @@ def test_a_wrong_call_names_the_cure(case: str) -> None:
 
 
 def test_the_image_of_attribute_is_shown_as_required() -> None:
-    assert "(self: 'Any', inputs: 'Any', target" in str(inspect.signature(saliency.GradCAM.attribute)).replace(
-        "saliency.", ""
-    )
+    signature = str(inspect.signature(saliency.GradCAM.attribute)).replace("saliency.", "")
+    assert "(self: 'Any', inputs: 'Any', target" in signature

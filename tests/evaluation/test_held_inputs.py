@@ -13,11 +13,8 @@ from saliency import METHODS
 from saliency.metrics import METRICS
 from tests.several_inputs import case
 
-DRAW_WEIGHTS = (
-    "mprt",
-    "noise_margin",
-    "weights",
-)  # in the order of the modules, which a module around the model changes
+# In the order of the modules, which a module around the model changes.
+DRAW_WEIGHTS = ("mprt", "noise_margin", "weights")
 FAST: dict[str, dict[str, Any]] = {"deletion": {"steps": 4}, "infidelity": {"passes": 4}, "random_logit": {"draws": 2}}
 
 
