@@ -57,6 +57,9 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "weights by path": (lambda: API.load("best.pt"), "--model mine.py:make --weights best.pt"),
     "a YOLO by path": (lambda: API.load("yolov8n.pt"), "from ultralytics import YOLO"),
+    "a function as the model of a run": (lambda: API.batch("assets", "maps", tiny_model), "call it: tiny_model()"),
+    "a model instead of a method": (lambda: API.trust(MODEL, PHOTO), "such as GradCAM(model), got "),
+    "images and labels": (lambda: METHOD.attribute((X, 1), 1), "int is not an image; expected a path"),
     "no name": (lambda: API.load(None), "expected the name of a model"),
     "passes without end": (
         lambda: API.RISE(MODEL, passes=10**9),
