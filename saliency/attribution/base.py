@@ -538,9 +538,8 @@ def _image_hint(image: object, target: object) -> str:
     is_file = isinstance(target, str | os.PathLike) and Path(target).is_file()
     if is_file or isinstance(target, Image.Image) or getattr(target, "ndim", 0) > 2:
         return "the target comes second: attribute(image, target)"
-    channels = (
-        {x.shape[-3] if getattr(x, "ndim", 0) > 2 else 0 for x in image} if isinstance(image, list | tuple) else ()
-    )
+    parts = image if isinstance(image, list | tuple) else ()
+    channels = {part.shape[-3] if getattr(part, "ndim", 0) > 2 else 0 for part in parts}
     if 0 not in channels and len(channels) > 1:
         return 'for inputs of one call, name them, {"rgb": image, "depth": depth}; of a tuple, by number, {0: a, 1: b}'
     if isinstance(image, DataLoader):

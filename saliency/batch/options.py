@@ -140,7 +140,7 @@ class Options:
         if "methods" in options:
             given = options["methods"]
             listed = [given] if isinstance(given, str | type) else given
-            options["methods"] = [method.name if isinstance(method, type) else method for method in listed]
+            options["methods"] = [getattr(name, "name", name) if isinstance(name, type) else name for name in listed]
         if "options" in options:
             options["options"] = dict(options["options"])
         return cls(**options)
