@@ -40,6 +40,7 @@ from ..model.call import (
     ForwardArgs,
     Reading,
     arguments_of,
+    bind_image,
     bound,
     current_call,
     model_attribute,
@@ -140,7 +141,7 @@ class Attribution(HasOptions, ABC):
     categories: ConvertedOption[Sequence[str] | Mapping[int, str] | None, tuple[str, ...] | None] = ConvertedOption(
         None, lambda name, like: as_categories(like)
     )
-    whole: Option[Whole] = Option(False)
+    whole: Option[Whole | Mapping[Any, Whole]] = Option(False)
     layout: Option[LayoutFunction | None] = Option(None, as_layout)
 
     if TYPE_CHECKING:  # METHODS[name] takes options that this class does not declare
@@ -166,13 +167,17 @@ class Attribution(HasOptions, ABC):
             if values[name] is None:
                 values[name] = model_attribute(name, values["model"])
         whole, like = values["whole"], values["preprocess"]
-        if check_choice("whole", whole, WHOLE):
-            is_several = is_per_input(like)
-            values["preprocess"] = (
-                {name: without_crop(prepare, whole) for name, prepare in like.items()}
-                if is_several
-                else without_crop(like, whole)
+        if is_per_input(like):
+            of_inputs = whole if isinstance(whole, Mapping) else dict.fromkeys(like, whole)
+            values["preprocess"] = {
+                name: _whole(prepare, of_inputs.get(name, False)) if prepare else None for name, prepare in like.items()
+            }
+        elif isinstance(whole, Mapping):
+            raise MethodError(
+                'whole= by input needs preprocess= by input, such as preprocess={"rgb": ..., "depth": ...}'
             )
+        else:
+            values["preprocess"] = _whole(like, whole)
         super().set_options(values)
 
     @property
@@ -501,7 +506,8 @@ class Attribution(HasOptions, ABC):
                 what = f"is at most {largest:.2g}, {below}" if largest else "is 0 everywhere"
                 if is_probability(question) and not 1e-3 < score < 1 - 1e-3:
                     what += f", since the gradient of a probability vanishes near 0 and 1; {UNSATURATED}"
-                warn(note := f"the {explanation.method} map for {name} {what}")
+                with bind_image(index):  # the command line names the image
+                    warn(note := f"the {explanation.method} map for {name} {what}")
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
                 share = f"only {float(shares[index]):.1%} of the relevance of all tokens"
                 warn(note := f"the image has {share}, so {name} comes from the text; the map shows the small rest")
@@ -532,6 +538,10 @@ def _image_hint(image: object, target: object) -> str:
     is_file = isinstance(target, str | os.PathLike) and Path(target).is_file()
     if is_file or isinstance(target, Image.Image) or getattr(target, "ndim", 0) > 2:
         return "the target comes second: attribute(image, target)"
+    parts = image if isinstance(image, list | tuple) else ()
+    channels = {part.shape[-3] if getattr(part, "ndim", 0) > 2 else 0 for part in parts}
+    if 0 not in channels and len(channels) > 1:
+        return 'for inputs of one call, name them, {"rgb": image, "depth": depth}; of a tuple, by number, {0: a, 1: b}'
     if isinstance(image, DataLoader):
         return "explain each batch: for images, labels in loader: method.attribute(images, labels)"
     if isinstance(image, str) and {*"*?"} & {*image}:
@@ -541,6 +551,11 @@ def _image_hint(image: object, target: object) -> str:
     if isinstance(image, str | os.PathLike) and Path(image).is_dir():
         return 'explain a folder by saliency.batch(folder, "maps")'
     return ""
+
+
+def _whole(like: Any, whole: Whole) -> Any:
+    """Return a preprocessing without its crop, if the model sees the whole image."""
+    return without_crop(like, whole) if check_choice("whole", whole, WHOLE) else like
 
 
 def _called(like: Any) -> Any:

@@ -46,6 +46,12 @@ class InputExplanations(Mapping[Any, Explanation]):
         """Return the number of images of one case."""
         return len(self.explanations)
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError with the cure for what only the explanation of one image has."""
+        first = next(iter(self), None) if hasattr(Explanation, name) else None
+        cure = "" if first is None else f"; each image has its own, as in result[{first!r}].{name}"
+        raise AttributeError(f"InputExplanations has no {name}{cure}")
+
     @property
     def inputs(self) -> Mapping[Key, Any]:
         """All inputs as the model takes them."""

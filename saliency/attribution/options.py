@@ -105,7 +105,7 @@ class ConvertedOption(Generic[_Given, _Stored]):
 
     def stored(self, method: Any, value: Any) -> Any:
         """Return the value that a method stores for a value, or for a value per image or input."""
-        is_of_image = self.name in ("preprocess", "layer", "baseline", "fill") and hasattr(method, "of_input")
+        is_of_image = self.name in ("preprocess", "whole", "layer", "baseline", "fill") and hasattr(method, "of_input")
         if is_of_image and isinstance(value, Mapping) and (self.name != "preprocess" or is_per_input(value)):
             return PerInput({name: self.stored(method.of_input(name), part) for name, part in value.items()})
         if isinstance(value, PerImage):

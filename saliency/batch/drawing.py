@@ -28,7 +28,7 @@ from ..io.atomic_write import atomic_write, inside
 from ..io.geometry import Frame, scaled_size
 from ..io.inputs import encode
 from ..io.volumes import Volume, encode_map, place_map
-from ..model.call import name_subject
+from ..model.call import name_subjects
 from ..render.blending import as_drawing, frame_of, heat_image, paint
 from ..render.blending import shrink as resize_frame
 from ..render.figure import pictured
@@ -116,7 +116,7 @@ class ExplainMapper(Mapper):
             StoppedError: The folder cannot be written to.
         """
         slot, entry, sizes = loaded.slot, loaded.slot.entry, dict[str, int]()
-        name_subject(entry.source)
+        name_subjects(entry.source)
         about: Row = {"index": slot.index, "source": printable(entry.source), "id": entry.name}
         about["repeated"] = results.repeated
         for drawn in draw(self.output, loaded, results) if slot.methods else ():

@@ -34,7 +34,7 @@ from torch import nn
 
 from ..attribution.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
-from ..model.call import name_subject
+from ..model.call import name_subjects
 from .failures import BatchError, StoppedError, attempt, printable
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
@@ -113,7 +113,7 @@ class Worker:
         """Compute a batch, and start to finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
-        name_subject(batch[0].entry.source if len(batch) == 1 else "")
+        name_subjects(*(slot.entry.source for slot in batch))
         try:
             results = self._mapper.compute(network, loaded)
         finally:

@@ -24,7 +24,7 @@ from ..io.geometry import Box, Frame, Geometry, Range
 from ..io.inputs import Batch, Prepare
 from ..io.preprocess import Preprocess, TransformPreprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
-from ..model.call import is_out_of_memory, name_subject, prepared_for_attribution, reference_tensor, run_model
+from ..model.call import is_out_of_memory, name_subjects, prepared_for_attribution, reference_tensor, run_model
 from ..targets.boxes import BoxTarget, box
 from ..targets.classes import Located, class_index
 from ..targets.language import parse_target
@@ -137,7 +137,7 @@ class Network:
 
         An error is returned as its `failure`.
         """
-        name_subject(slot.entry.source)
+        name_subjects(slot.entry.source)
         try:
             target = self._target if slot.entry.target is None else self._as_target(slot.entry.target)
             if slot.entry.detection is not None:
@@ -189,7 +189,7 @@ class Network:
             errors: list[str] = []
             for methods in [shared, *([method] for method in self.methods if method not in shared)]:
                 if methods:
-                    outcomes |= self._attempt(methods, x, [batch[index].target for index in shown], errors)
+                    outcomes |= self._attempt(methods, x, [batch[index] for index in shown], errors)
             for position, index in enumerate(same):
                 if index in inputs:
                     of_image = {name: of_batch[position] for name, of_batch in outcomes.items()}
@@ -201,9 +201,11 @@ class Network:
         methods = [method for method in self.methods if loaded.inputs and method.name in loaded.slot.methods]
         return {method.name: attempt(method.attribute, loaded.inputs, loaded.target) for method in methods}
 
-    def _attempt(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any], errors: list[str]) -> _Outcomes:
+    def _attempt(
+        self, methods: Sequence[Attribution], x: Tensor, images: Sequence[LoadedImage], errors: list[str]
+    ) -> _Outcomes:
         """Run methods on a batch. If that fails, append the reason to `errors`, and run parts of the batch."""
-        explained = attempt(self._explain_together, methods, x, targets)
+        explained = attempt(self._explain_together, methods, x, images)
         if not isinstance(explained, BaseException):
             return {method.name: list(of_batch) for method, of_batch in zip(methods, explained, strict=True)}
         # Free the memory of the pass: drop the tracebacks, which reference tensors.
@@ -219,19 +221,25 @@ class Network:
         if applies and len(methods) * len(x) > 1:
             errors.append(Failure.of(error).reason)
         if len(methods) > 1:
-            return {k: v for method in methods for k, v in self._attempt([method], x, targets, errors).items()}
+            return {k: v for method in methods for k, v in self._attempt([method], x, images, errors).items()}
         if not applies:
             self._separate.add(methods[0].name)
             return {methods[0].name: [error] * len(x)}
         if len(x) == 1:
             return {method.name: [error] for method in methods}
-        parts = [self._attempt(methods, x[i : i + 1], targets[i : i + 1], errors) for i in range(len(x))]
+        parts = [self._attempt(methods, x[i : i + 1], images[i : i + 1], errors) for i in range(len(x))]
         return {method.name: [result for part in parts for result in part[method.name]] for method in methods}
 
-    def _explain_together(self, methods: Sequence[Attribution], x: Tensor, targets: list[Any]) -> list[Explanation]:
+    def _explain_together(
+        self, methods: Sequence[Attribution], x: Tensor, images: Sequence[LoadedImage]
+    ) -> list[Explanation]:
+        name_subjects(*(image.slot.entry.source for image in images))
         # Unlike a tensor of a user, a batch is not judged. The values of a volume are checked.
         batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))
-        return [explanation.to("cpu") for explanation in Together(*methods).explain_batch(batch, targets)]
+        return [
+            explanation.to("cpu")
+            for explanation in Together(*methods).explain_batch(batch, [image.target for image in images])
+        ]
 
 
 def trust_card(

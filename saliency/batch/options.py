@@ -138,9 +138,9 @@ class Options:
             name: arguments[name] for name in names if arguments[name] is not None or name in ("model", "weights")
         }
         if "methods" in options:
-            options["methods"] = (
-                [options["methods"]] if isinstance(options["methods"], str) else list(options["methods"])
-            )
+            given = options["methods"]
+            listed = [given] if isinstance(given, str | type) else given
+            options["methods"] = [getattr(name, "name", name) if isinstance(name, type) else name for name in listed]
         if "options" in options:
             options["options"] = dict(options["options"])
         return cls(**options)
@@ -182,6 +182,10 @@ class NetworkOptions(Options):
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            from ..model.call import unwrap
+
+            unwrap(self.model)
         if not self.methods:
             raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
         if len(set(self.methods)) < len(self.methods):

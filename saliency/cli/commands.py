@@ -38,7 +38,7 @@ from ..errors import SaliencyError, plural, visible
 from ..evaluation.metrics.base import get_metric
 from ..io.atomic_write import inside
 from ..methods import METHODS
-from ..model.call import name_subject
+from ..model.call import name_subjects
 from ..render.blending import shrink
 from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
@@ -165,7 +165,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         rows[:] = [row for row in rows if row["overlay"]]
         raise
     finally:
-        name_subject("")
+        name_subjects()
         shown = Screen(quiet=True) if arguments.json else screen
         failures = _print_results(rows, expected_errors(arguments), arguments.out, shown)
     if thumbs:

@@ -29,7 +29,7 @@ from ..io.inputs import Batch, ImagesLike
 from ..tables import Column, Table, escaped, number
 from ..targets.classes import TargetLike
 from ..targets.similarity import ITSELF
-from ..validation import check_number
+from ..validation import check_number, described
 from .metrics.base import (
     IMAGE_CONTROLS,
     Measurement,
@@ -253,7 +253,7 @@ def trust(
     """
     began = time.perf_counter()
     if not isinstance(method, Attribution):
-        raise MethodError(f"expected a method, such as GradCAM(model), got {method!r}")
+        raise MethodError(f"expected a method, such as GradCAM(model), got {described(method)}")
     if isinstance(image, Mapping):
         problem = "a trust card is of one image, of a model that holds its other inputs; got a mapping of them"
         raise MethodError(f"{problem}; pass result.hold(NAME) of the result of attribute")

@@ -55,7 +55,7 @@ from ..io.atomic_write import SOFTWARE
 from ..io.geometry import Frame, scaled_size
 from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_images
 from ..io.preprocess import Preprocess, drawable
-from ..model.call import prepared_for_attribution, run_model, unwrap
+from ..model.call import prepared_for_attribution, run_model
 from ..model.dual_encoder import DualEncoder
 from ..model.inputs import requires_several
 from ..model.layers import scan_layers
@@ -173,8 +173,6 @@ class Session:
     def __init__(self, options: NetworkOptions, images: ImagesLike | None = None) -> None:
         self._options, self._is_sample = options, isinstance(images, Sequence | None) and not images
         self._offered = _offered([files("saliency.frontend").joinpath(SAMPLE)] if self._is_sample else images)
-        if not isinstance(options.model, str):
-            unwrap(options.model)
         device, *_ = find_devices(options.device, options.model)
         self.model = move_model(load_model(options), device)
         require_options(options.options, METHODS.values())

@@ -60,7 +60,7 @@ class Call(NamedTuple):
         modules: The modules of the prepared model, the model first.
         other_layers: A function that returns the calls of layers that read other images, which are no default layers.
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
-        subject: The image of a run that the thread processes.
+        subjects: The images of a run that the thread processes.
         checks: The checks that wait for the result; see `check_later`.
         compiled: Two compiled functions of passes and their questions. They return scores, and scores and gradients, or
             None for passes that cannot be compiled. None if the method is not compiled.
@@ -78,9 +78,15 @@ class Call(NamedTuple):
     modules: Sequence[nn.Module] = ()
     other_layers: Callable[[], frozenset[Reading]] | None = None
     warned: set[tuple[str, int]] | None = None
-    subject: str = ""
+    subjects: tuple[str, ...] = ()
     checks: list[tuple[Tensor, Callable[..., None]]] | None = None
     compiled: Sequence[Callable[..., Any]] | None = None
+
+    @property
+    def subject(self) -> str:
+        """The image of a run that the thread processes; empty if it processes several at once."""
+        number = 0 if len(self.subjects) == 1 else self.image
+        return "" if number is None or not self.subjects else self.subjects[number]
 
     def numbers(self, x: Tensor) -> list[int]:
         """Return the number of the image that each row of a batch (k, C, H, W) shows."""
@@ -143,9 +149,9 @@ def current_call() -> Call:
     return cast("Call", CALL.get(_NOTHING))
 
 
-def name_subject(name: str) -> None:
-    """Set the image of a run that this thread processes, which the command line names in front of its warnings."""
-    CALL.set(current_call()._replace(subject=name))
+def name_subjects(*names: str) -> None:
+    """Set the images of a run that this thread processes, which the command line names in front of their warnings."""
+    CALL.set(current_call()._replace(subjects=names))
 
 
 def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
@@ -469,8 +475,11 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             hint = "build or load the model outside of it (running it inside is fine)"
             raise ModelError(f"{problem}, so no gradient can pass them; {hint}") from error
         received = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
-        if type(error) in _REFUSALS and not is_out_of_memory(error):
+        is_key = isinstance(error, KeyError) and isinstance(next(iter(args), None), Mapping)
+        if (is_key or type(error) in _REFUSALS) and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
+            if is_key:
+                reason = f"there is no {reason} among {', '.join(map(str, args[0]))}"
             axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
                 reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"

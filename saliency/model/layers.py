@@ -75,7 +75,8 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     """
     call = current_call()
     if call.caches is not None and name not in trace_layers(model, x).sources:
-        raise LayerError(f'layer "{name}" does not depend on the explained image; pass a layer that does, or no layer')
+        cure = 'pass no layer, or a layer of each input: layer={"rgb": "colour.2", "depth": "depth.0"}'
+        raise LayerError(f'layer "{name}" does not depend on the explained image; {cure}')
     if call.caches is not None and len(tensor) != len(x) and (rows := trace_layers(model, x).rows.get(name)):
         return replace(layout_of(model, name, tensor[list(rows)], x), rows=rows)
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])

@@ -214,6 +214,23 @@ def test_photos_have_their_own_preprocessing_frames_and_baselines(tmp_path: Path
         torch.testing.assert_close(own.values, theirs, atol=1e-6, rtol=0)
 
 
+def test_the_crop_may_be_left_out_by_input() -> None:
+    model, _ = case("late")
+    photo, depth = Image.new("RGB", (60, 40)), torch.rand(1, 12, 12, dtype=torch.float64)
+    prepare = {"rgb": saliency.Preprocess(size=(16, 16), resize=16), "depth": None}
+    for whole in (True, {"rgb": True}):
+        method = saliency.VanillaGradient(model, preprocess=prepare, whole=whole)
+        frame = method.attribute({"rgb": photo, "depth": depth}, 1)["rgb"].frames[0]
+        assert frame is not None
+        assert frame.box == (0, 0, 60, 40)
+    with pytest.raises(MethodError, match="needs preprocess= by input"):
+        saliency.VanillaGradient(model, preprocess=prepare["rgb"], whole={"rgb": True})
+    with pytest.raises(MethodError, match="whole has a value for red; the inputs are rgb, depth"):
+        saliency.VanillaGradient(model, preprocess=prepare, whole={"red": True}).attribute(
+            {"rgb": photo, "depth": depth}, 1
+        )
+
+
 def test_the_fields_of_one_preprocessing_are_no_mapping_of_inputs() -> None:
     model = saliency.testing.tiny_model()
     assert saliency.VanillaGradient(model, preprocess={"resize": 32}).preprocess == saliency.Preprocess(resize=32)
@@ -224,7 +241,7 @@ def test_layers_by_input() -> None:
     layers: dict[str, str | nn.Module] = {"rgb": "rgb_stream.0", "depth": model.get_submodule("depth_stream")}
     result = saliency.GradCAM(model, layers).attribute(inputs, 1)
     assert [own.layer for own in result.values()] == ["rgb_stream.0", "depth_stream"]
-    with pytest.raises(LayerError, match="does not depend on the explained image"):
+    with pytest.raises(LayerError, match=r"does not depend on the explained image.*a layer of each input: layer=\{"):
         saliency.GradCAM(model, "rgb_stream").attribute(inputs, 1)
 
 
@@ -255,6 +272,10 @@ def test_bad_inputs_are_named() -> None:
             method.attribute(given, 1)
     with pytest.raises(MethodError, match="a list of images among rgb, depth"):
         method.attribute(inputs, 1, explain=["d"])
+    with pytest.raises(ImageError, match=r"images of one size.*name them, \{.*of a tuple, by number, \{0: a, 1: b\}"):
+        method.attribute([*inputs.values()], 1)
+    with pytest.raises(AttributeError, match=r"each image has its own, as in result\['rgb'\].target"):
+        _ = method.attribute(inputs, 1).target
     with pytest.raises(KeyError, match="there is one of 'rgb', 'depth'"):
         method.attribute(inputs, 1)["d"]
     cure = r'forward_args={"depth": value}, or images by name, {"rgb": image, "depth": other}$'
@@ -612,6 +633,22 @@ def test_a_model_that_takes_one_tuple_gets_a_mapping_of_numbers() -> None:
     expected = saliency.GradCAM(model).attribute(inputs, 1)
     for own, other in zip(result.values(), expected.values(), strict=True):
         assert torch.equal(own.values, other.values)
+
+
+def test_a_key_that_the_model_reads_and_the_mapping_lacks_is_named() -> None:
+    model, inputs = case("late")
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            out: Tensor = self.model(batch["rgb"], batch["depth"])
+            return out
+
+    with pytest.raises(ModelError, match=r"there is no 'depth' among rgb, d$"):
+        saliency.GradCAM(Reading()).attribute({"rgb": inputs["rgb"], "d": inputs["depth"]}, 1)
 
 
 @pytest.mark.parametrize("name", ["occlusion", "rise", "feature_ablation"])

@@ -45,6 +45,11 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
+def test_a_class_stands_for_the_name_of_its_method() -> None:
+    for methods in (GradCAM, [GradCAM], "grad_cam"):
+        assert NetworkOptions.of({"model": "shapes_resnet", "methods": methods}).methods == ["grad_cam"]
+
+
 def pixels(path: Path) -> Any:
     with Image.open(path) as picture:
         return np.asarray(picture.convert("RGBA" if path.suffix == ".webp" else "RGB"))

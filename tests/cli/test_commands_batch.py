@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 import saliency
 from saliency.batch import batch
@@ -122,6 +124,34 @@ def test_warnings_of_a_run_name_their_files_once_with_a_count(
     assert rest == "of an animation, the first frame is explained"
     assert files.count(".gif") == 2
     assert files.endswith(" and 3 more")
+
+
+class Bright(nn.Module):
+    """The mean of what is brighter than the preprocessing's mean; 0 for dark images, with a gradient of 0."""
+
+    preprocess = saliency.Preprocess((16, 16), mean=(0.5,) * 3, std=(0.5,) * 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.relu(x).mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("width", [20, 16])  # the last image differs in size: a batch of its own
+def test_a_warning_about_an_image_of_a_batch_names_its_file(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Bright())
+    (tmp_path / "in").mkdir()
+    for name, value, size in (("a", 250, 20), ("b", 10, 20), ("c", 250, 20), ("d", 20, width)):
+        Image.new("RGB", (size, 16), (value,) * 3).save(tmp_path / "in" / f"{name}.png")
+    words = ("--whole", "aspect", "-m", "vanilla_gradient", "--batch-size", "4")
+    assert main(["batch", str(tmp_path / "in"), "--out", str(tmp_path / "out"), *words]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is 0 everywhere" in line]
+    assert re.match(r"warning: (b\.png, d\.png|d\.png, b\.png): the vanilla_gradient map", line)
 
 
 def test_the_lines_of_libtiff_stay_off_the_terminal(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from saliency.cli import main
 from saliency.cli.console import Screen, one_line
 from saliency.errors import SaliencyError, SaliencyWarning, visible
 from saliency.io.preprocess import drawable
-from saliency.model.call import name_subject
+from saliency.model.call import name_subjects
 from saliency.targets.classes import class_index, class_scores
 from tests.batchwork import forked
 from tests.commandline import copies, started
@@ -98,9 +98,9 @@ def test_a_screen_says_each_warning_once_and_names_what_it_is_of(capsys: pytest.
     screen = Screen()
     with screen.collected_warnings():
         for name in ("a.jpg", "a.jpg", "b.jpg"):
-            name_subject(name)
+            name_subjects(name)
             warnings.warn("flat\n  map", SaliencyWarning, stacklevel=1)
-        name_subject("")
+        name_subjects()
         warnings.warn_explicit("Invalid value for VR UI", UserWarning, "valuerep.py", 1, module="pydicom.valuerep")
     assert capsys.readouterr().err == "warning: a.jpg, b.jpg: flat map\n"
 
