@@ -312,12 +312,13 @@ package. The file holds the class names and the preprocessing.
     ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
-        "DIR --quiet --csv --title",
+        "DIR --quiet --csv --title --fiftyone",
         "batch_commands:report",
         """\
 examples:
   saliency report maps --title "Scans of May"
   saliency report maps --csv                   (writes maps/manifest.csv)
+  saliency report maps --fiftyone scans        (of a run with --maps)
 """,
     ),
     "compare": Command(
