@@ -8,7 +8,6 @@ large: the time and memory of groups of 1,000 and 10,000 scenes.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -165,6 +164,14 @@ def find_groups() -> None:
         print(f"| without watermark, `{model}` | channels | | | {clear} of 50 |", flush=True)
 
 
+# Prints the peak memory in KiB, without that of the parent, which `getrusage` includes.
+MEASURED = """import re, sys
+from pathlib import Path
+from saliency.cli import main
+main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])"""
+
+
 def measure_large() -> None:
     print("| maps | view | seconds | peak memory (MiB) |")
     print("|---|---|---|---|")
@@ -176,13 +183,10 @@ def measure_large() -> None:
             write_scenes(Path(name, "photos"), torch.cat(drawn))
             folder = run(Path(name, "photos"), Path(name, "run"), "shapes_shortcut")
             for view in get_args(View):
-                words = [sys.executable, "-m", "saliency_toolkit", "groups", str(folder), "--view", view]
+                words = [sys.executable, "-c", MEASURED, "groups", str(folder), "--view", view, "--quiet"]
                 start = time.monotonic()
-                process = subprocess.Popen(words, stdout=subprocess.DEVNULL)  # noqa: S603
-                _, _, usage = os.wait4(process.pid, 0)
-                print(
-                    f"| {count:,} | {view} | {time.monotonic() - start:.0f} | {usage.ru_maxrss // 1024} |", flush=True
-                )
+                peak = int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout) // 1024  # noqa: S603
+                print(f"| {count:,} | {view} | {time.monotonic() - start:.0f} | {peak} |", flush=True)
 
 
 def changes_of(first: Path, second: Path) -> list[ImageChange]:
