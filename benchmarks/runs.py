@@ -1,14 +1,17 @@
-"""Measure `saliency compare` and `saliency groups` on drawn scenes: `python -m benchmarks.runs compare|groups`.
+"""Measure `saliency compare` and `saliency groups` on drawn scenes: `python -m benchmarks.runs compare|groups|large`.
 
 compare: 20 times 100 scenes. `shapes_cnn` is compared with a copy of itself, with `shapes_shortcut`, and with networks
 of the same training from other initial weights, which are trained here, in 8 minutes, and kept in build/runs.
 groups: 20 times 200 circles, of which 5 % have a watermark, and 2 times 50 times 200 circles without.
+large: the time and memory of groups of 1,000 and 10,000 scenes.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -161,10 +164,35 @@ def find_groups() -> None:
         print(f"| without watermark, `{model}` | channels | | | {clear} of 50 |", flush=True)
 
 
+# Prints the peak memory in KiB, without that of the parent, which `getrusage` includes.
+MEASURED = """import re, sys
+from pathlib import Path
+from saliency.cli import main
+main(sys.argv[1:])
+print(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])"""
+
+
+def measure_large() -> None:
+    print("| maps | view | seconds | peak memory (MiB) |")
+    print("|---|---|---|---|")
+    for count in (1_000, 10_000):
+        with tempfile.TemporaryDirectory() as name:
+            drawn = [
+                draw_scenes(1_000, seed=2 * FIRST + seed, task="shortcut").images for seed in range(count // 1_000)
+            ]
+            write_scenes(Path(name, "photos"), torch.cat(drawn))
+            folder = run(Path(name, "photos"), Path(name, "run"), "shapes_shortcut")
+            for view in get_args(View):
+                words = [sys.executable, "-c", MEASURED, "groups", str(folder), "--view", view, "--quiet"]
+                start = time.monotonic()
+                peak = int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout) // 1024  # noqa: S603
+                print(f"| {count:,} | {view} | {time.monotonic() - start:.0f} | {peak} |", flush=True)
+
+
 def changes_of(first: Path, second: Path) -> list[ImageChange]:
     return sorted(compare_runs(first, second).images, key=lambda change: change.name)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"compare": compare, "groups": find_groups}[sys.argv[1]]()
+    {"compare": compare, "groups": find_groups, "large": measure_large}[sys.argv[1]]()

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import saliency
+from saliency.batch.groups import groups
+from saliency.batch.labels import write_labels
 from saliency.cli import main
 from saliency.errors import DependencyError, optional_import, require_own_folder
 from saliency.io.volumes import read_volume
@@ -34,6 +36,8 @@ def explain(method: str, **options: object) -> Callable[[], object]:
         ("skimage", "perturbation", explain("XRAI")),
         ("scipy", "perturbation", explain("Sobol")),
         ("scipy", "perturbation", explain("ViTCX")),
+        ("scipy", "perturbation", lambda: groups(Path("run"))),
+        ("fiftyone", "fiftyone", lambda: write_labels(Path("run"), "scans")),
         ("cv2", "all", explain("Occlusion", window=8, stride=8, fill="inpaint")),
         ("torchvision", "models", lambda: saliency.load("shapes_window")),
         ("timm", "models", lambda: saliency.load("timm/resnet18", weights=None)),

@@ -5,7 +5,9 @@ cells of the image ("places"). The graph of the nearest vectors is divided by sp
 is at the largest gap of the eigenvalues, and may be 1: then the class has no groups.
 
 Sources: Lapuschkin et al., "Unmasking Clever Hans Predictors" (2019), https://arxiv.org/abs/1902.10178; Zelnik-Manor
-and Perona, "Self-Tuning Spectral Clustering" (2004); Liu et al., "Statistical Significance of Clustering" (2008).
+and Perona, "Self-Tuning Spectral Clustering" (2004); Damle et al., "Simple, Direct, and Efficient Multi-Way Spectral
+Clustering" (2019), https://arxiv.org/abs/1609.08251; Liu et al., "Statistical Significance of Clustering" (2008);
+Besag and Clifford, "Sequential Monte Carlo p-values" (1991).
 """
 
 from __future__ import annotations
@@ -27,23 +29,27 @@ from PIL import Image
 from ..attribution.explanation import Explanation
 from ..attribution.features import features
 from ..attribution.heatmap import heatmap, reduced_maps, resized
-from ..errors import plural
+from ..errors import optional_import, plural
 from ..evaluation.comparison import LEVEL, holm
 from ..io.atomic_write import durable_write, inside
 from ..io.inputs import encode
 from ..io.preprocess import drawable
 from ..render.scaling import SEQUENTIAL, color_table
 from ..tables import Column, Table, number, share
+from ..validation import check_integer
+from .failures import BatchError
+from .report import report
 from .runs import SavedRun, write_page
+from .store import GROUPS, GROUPS_CSV
 
 View = Literal["channels", "places"]
 GRID = 8  # cells per edge of the map of an image
 MOST_GROUPS, NEIGHBOURS, EXAMPLES = 8, 7, 9
 LEAST = 20  # images of a class
 LANDMARKS = 600  # images that are clustered; the others join the group of the nearest
-DRAWS, HALVES = 99, 10  # for p-values and for stabilities
+DRAWS, HALVES = 100, 10  # for p-values, at least, and for stabilities
+ENOUGH = 10  # draws as clear as a division, after which its p-value is precise enough
 TOGETHER = 32  # images per forward
-NAMES = ("groups.html", "groups.csv")
 _Array = NDArray[np.float64]
 
 
@@ -101,25 +107,31 @@ def groups(folder: Path, view: View = "channels", seed: int = 0) -> Table[Group]
         seed: The seed of all draws.
 
     Raises:
-        BatchError: The folder has no maps, or its model cannot be loaded by name.
+        BatchError: The folder has no maps, no class has enough of them, or its model cannot be loaded by name.
+        DependencyError: SciPy is not installed.
+        MethodError: The seed is negative.
     """
+    optional_import("scipy", "perturbation", "saliency groups")
+    random = np.random.default_rng(check_integer("seed", seed, least=0))
     run, classes = SavedRun(folder), dict[tuple[str, str], list[tuple[str, str]]]()
     for key, row in run.rows.items():
         classes.setdefault((row["method"], row["name"]), []).append(key)
+    large = [keys for keys in classes.values() if len(keys) >= LEAST]
+    if not large:
+        raise BatchError(f"{folder} has no class with {LEAST} maps by one method; explain more images of a class")
     vectors, maps = _vectors(run, view)
-    random, divided = np.random.default_rng(seed), []
-    for keys in classes.values():
-        if len(keys) >= LEAST:
-            points = np.stack([vectors[key] for key in keys])
-            divided.append((keys, points, *_divided(points, random)))
+    draws, divided = max(DRAWS, round(2 * len(large) / LEVEL)) - 1, []  # enough for a small p-value after Holm
+    for keys in large:
+        points = np.stack([vectors[key] for key in keys])
+        divided.append((keys, points, *_divided(points, draws, random)))
     corrected = holm(np.array([p for *_, p in divided]))
-    rows = []
-    for (keys, points, labels, stabilities, _), p in zip(divided, corrected, strict=True):
-        cells = np.stack([maps[key] for key in keys])
-        for label, stability in enumerate(stabilities):
-            rows.append(_group(run, keys, points, cells, labels == label, stability, float(p)))
+    rows = [
+        _group(run, keys, points, np.stack([maps[key] for key in keys]), labels == label, stabilities[label], float(p))
+        for (keys, points, labels, stabilities, _), p in zip(divided, corrected, strict=True)
+        for label in np.unique(labels)
+    ]
     rows.sort(key=lambda group: (group.p, group.fraction))
-    small = sum(len(keys) < LEAST for keys in classes.values())
+    small = len(classes) - len(large)
     notes = [f"classes with fewer than {LEAST} images, left out: {small}"] * bool(small)
     alone = sum(len(stabilities) == 1 for *_, stabilities, _ in divided)
     notes += [f"classes of one group: {alone} of {len(divided)}"]
@@ -145,73 +157,67 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
     options, model, entries = run.network("--view places needs no model")
     batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
     for key, row in run.rows.items():
-        batches.setdefault((row["layer"], (row["input_width"], row["input_height"])), []).append(key)
+        layer = (row["layer"] or "").rpartition(", ")[2] or None  # of several, the last
+        batches.setdefault((layer, (row["input_width"], row["input_height"])), []).append(key)
     for (layer, _), keys in batches.items():
         for start in range(0, len(keys), TOGETHER):
             part = keys[start : start + TOGETHER]
             images = [drawable(entries[name].open()) for name, _ in part]
-            summaries = features(model, images, layer, whole=options.whole).values  # (N, K, h, w)
-            for key, values in zip(part, summaries, strict=True):
+            read = features(model, images, layer, preprocess=options.preprocess, whole=options.whole)
+            for key, values in zip(part, read.values, strict=True):  # (K, h, w)
                 explanation = run.load(key)
                 weights = resized(reduced_maps(explanation, None), values.shape[1:])[0]
                 yield key, explanation, (values * weights).sum((1, 2)).double().numpy()
 
 
-def _divided(points: _Array, random: np.random.Generator) -> tuple[NDArray[np.int64], list[float], float]:
-    """Return the group of each point, the stability of each group, and the p-value of the division."""
+def _divided(points: _Array, draws: int, random: np.random.Generator) -> tuple[NDArray[np.int64], list[float], float]:
+    """Return the group of each point, the stability of each group, and the p-value of the division by some draws."""
     chosen = np.sort(random.permutation(len(points))[:LANDMARKS])
     landmarks = points[chosen]
     values, states = _spectrum(landmarks)
     count = int(np.argmax(values[:MOST_GROUPS] - values[1 : MOST_GROUPS + 1])) + 1
-    labels = _clusters(states[:, :count], random)
+    labels = _clusters(states[:, :count])
     if count == 1:
         return np.zeros(len(points), np.int64), [1.0], 1.0
     overlaps = np.zeros((HALVES, count))
     for row in overlaps:
         half = random.permutation(len(landmarks))[: len(landmarks) // 2]
-        again = _clusters(_spectrum(landmarks[half])[1][:, :count], random)
+        again = _clusters(_spectrum(landmarks[half])[1][:, :count])
         both = np.array([[_jaccard(labels[half] == a, again == b) for b in range(count)] for a in range(count)])
         row[:] = both.max(1)
-    centred, above = landmarks - landmarks.mean(0), 0
-    for _ in range(DRAWS):
+    centred, above, draw = landmarks - landmarks.mean(0), 0, 0
+    while above < ENOUGH and draw < draws:
         drawn = random.normal(size=(len(centred), len(centred))) @ centred / np.sqrt(len(centred)) + landmarks.mean(0)
         drawn /= np.linalg.norm(drawn, axis=1, keepdims=True).clip(1e-30)
-        above += _spectrum(drawn)[0][count - 1] >= values[count - 1]
+        above += int(_spectrum(drawn)[0][count - 1] >= values[count - 1])
+        draw += 1
+    p = above / draw if above == ENOUGH else (1 + above) / (1 + draws)
     nearest = [int(np.argmax(landmarks @ point)) for point in points]
-    return labels[nearest], overlaps.mean(0).tolist(), (1 + above) / (1 + DRAWS)
+    return labels[nearest], overlaps.mean(0).tolist(), p
 
 
 def _spectrum(points: _Array) -> tuple[_Array, _Array]:
     """Return the largest eigenvalues of the graph of points, in descending order, and their eigenvectors."""
+    from scipy.linalg import eigh
+
     squared = (2 - 2 * points @ points.T).clip(0)
     scale = np.sqrt(np.sort(squared, 1)[:, min(NEIGHBOURS, len(points) - 1)]).clip(1e-12)
     near = np.exp(-squared / np.outer(scale, scale))
     np.fill_diagonal(near, 0)
     root = near.sum(1).clip(1e-30) ** -0.5
-    values, states = np.linalg.eigh(near * np.outer(root, root))
-    return values[::-1][: MOST_GROUPS + 1], states[:, ::-1][:, : MOST_GROUPS + 1]
+    largest = (len(points) - MOST_GROUPS - 1, len(points) - 1)
+    values, states = eigh(near * np.outer(root, root), subset_by_index=largest)
+    return values[::-1], states[:, ::-1]
 
 
-def _clusters(states: _Array, random: np.random.Generator) -> NDArray[np.int64]:
-    """Return the group of each row by k-means, with as many groups as columns; the best of ten starts."""
-    rows, best = states / np.linalg.norm(states, axis=1, keepdims=True).clip(1e-30), (np.inf, np.zeros(0, np.int64))
-    for _ in range(10):
-        centres = rows[[random.integers(len(rows))]]
-        while len(centres) < states.shape[1]:  # the farthest row
-            far = _distances(rows, centres).min(1).argmax()
-            centres = np.vstack([centres, rows[[far]]])
-        for _ in range(30):
-            labels = _distances(rows, centres).argmin(1)
-            full = [(labels == label).any() for label in range(len(centres))]
-            centres = np.stack([rows[labels == i].mean(0) if full[i] else centres[i] for i in range(len(centres))])
-        cost = float(_distances(rows, centres).min(1).sum())
-        best = min(best, (cost, labels), key=lambda pair: pair[0])
-    return best[1]
+def _clusters(states: _Array) -> NDArray[np.int64]:
+    """Return the group of each row, with as many groups as columns, by QR with pivoting: it needs no start."""
+    from scipy.linalg import qr
 
-
-def _distances(rows: _Array, centres: _Array) -> _Array:
-    squared: _Array = np.square(rows[:, None] - centres[None]).sum(2)
-    return squared
+    pivots = qr(states.T, mode="r", pivoting=True)[1][: states.shape[1]]
+    left, _, right = np.linalg.svd(states[pivots].T)
+    labels: NDArray[np.int64] = np.abs(states @ left @ right).argmax(1)
+    return labels
 
 
 def _jaccard(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> float:
@@ -254,8 +260,10 @@ def write_groups(table: Table[Group], folder: Path) -> Path:
     writer = csv.DictWriter(file, names, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(asdict(group) for group in table)
-    durable_write(inside(folder, NAMES[1]), [file.getvalue().encode("utf-8", "backslashreplace")])
-    return write_page(inside(folder, NAMES[0]), table, map(_figure, table))
+    durable_write(inside(folder, GROUPS_CSV), [file.getvalue().encode("utf-8", "backslashreplace")])
+    page = write_page(inside(folder, GROUPS), table, map(_figure, table))
+    report(folder)  # with a tab that leads to the groups
+    return page
 
 
 def _figure(group: Group) -> str:

@@ -6,6 +6,7 @@ in what should not matter, such as the seed of the method or of the training, or
 
 from __future__ import annotations
 
+import ast
 import html
 import json
 import os
@@ -21,6 +22,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import ImageOps
 from torch import Tensor, nn
 
@@ -44,6 +46,7 @@ SIDE = 64  # cells per edge of the grid on which maps are compared
 LEAST = 0.1  # of a map that moved beyond chance; two trainings of one network differ by less, but significantly
 NAMES = ("comparison.html", "comparison.json", "comparison.xml")
 MOST = 500  # images on the page
+FEWEST = round(1 / LEVEL) - 1  # images of a method, so that p can be as small as LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class ImageChange:
         chance: The largest fraction that moved between the first run and a run of the yardstick; None if there is no
             yardstick.
         overlays: The overlay of each run.
-        p: The fraction of all maps that move as much by chance; None if there is no yardstick.
+        p: The fraction of the maps of the method that move as much by chance; None if there is no yardstick.
     """
 
     name: str
@@ -124,24 +127,28 @@ class RunComparison(Table[ClassChange]):
 
     Args:
         images: The changes of the images, without their `p`.
+        notes: Notes below the table.
 
     Attributes:
         images: The changes of the images, largest first.
+        few: Methods with too few images to mark one of them.
     """
 
-    def __init__(self, images: Iterable[ImageChange]) -> None:
+    def __init__(self, images: Iterable[ImageChange], notes: Iterable[str] = ()) -> None:
         images = sorted(images, key=lambda change: -change.moved)
-        chances = np.sort([change.chance for change in images if change.chance is not None])
-        above = len(chances) - np.searchsorted(chances, [change.moved for change in images])
-        p_values = ((1 + above) / (1 + len(chances))).tolist() if len(chances) else [None] * len(images)
-        self.images = [replace(change, p=p) for change, p in zip(images, p_values, strict=True)]
+        methods = dict.fromkeys(change.method for change in images)
+        known = [change for change in images if change.chance is not None]
+        chances = {name: np.array([change.chance for change in known if change.method == name]) for name in methods}
+        self.images = [replace(change, p=_image_p(change.moved, chances[change.method])) for change in images]
+        self.few = [name for name, values in chances.items() if 0 < len(values) < FEWEST]
+        notes = [*notes, *(f"{name}: fewer than {FEWEST} images, so none can be marked" for name in self.few)]
         groups: dict[tuple[str, str], list[ImageChange]] = {}
         for change in self.images:
             groups.setdefault((change.method, change.classes[0]), []).append(change)
-        p = holm(np.array([_p_value(changes) for changes in groups.values()]))
+        p = holm(np.array([_class_p(changes) for changes in groups.values()]))
         rows = [_class_change(changes, float(value)) for changes, value in zip(groups.values(), p, strict=True)]
         rows.sort(key=lambda row: (row.chance or 0) - row.moved)
-        super().__init__(rows, _COLUMNS, "Changes between two runs")
+        super().__init__(rows, _COLUMNS, "Changes between two runs", notes)
 
     @property
     def unchanged(self) -> float:
@@ -199,7 +206,9 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
         (old, new), (a, b) = [run.rows[key] for run in runs[:2]], [first, second]
         overlays = str(a / old["overlay"]), str(b / new["overlay"])
         changes.append(ImageChange(*key, (old["name"], new["name"]), rank, moved[0], chance, overlays))
-    return RunComparison(changes)
+    left_out = len(set[tuple[str, str]]().union(*(run.rows for run in runs))) - len(keys)
+    notes = [f"left: {first}; right: {second}"]
+    return RunComparison(changes, notes + [f"maps that are not in all runs, left out: {left_out}"] * bool(left_out))
 
 
 class SavedRun:
@@ -208,7 +217,7 @@ class SavedRun:
     def __init__(self, folder: Path) -> None:
         self.folder, head = folder, read_head(folder) if (folder / ABOUT).is_file() else None
         rows = (row for row, _ in read_rows(folder / MANIFEST) if str(row["map"]).endswith(".safetensors"))
-        self.rows: dict[tuple[str, str], Row] = {(row["id"], row["method"]): row for row in rows}
+        self.rows: dict[tuple[str, str], Row] = {(row["id"], row["method"]): row | _class_of(row) for row in rows}
         if head is None or not self.rows:
             raise BatchError(f"{folder} has no maps of images; expected the folder of a run with saliency batch --maps")
         self.head = head
@@ -221,16 +230,27 @@ class SavedRun:
         """Return the options of the network, the network, and the images by name.
 
         Raises:
-            BatchError: The name of the model alone does not load it as in the run. The message ends with the cure.
+            BatchError: The model cannot be loaded as in the run. The message ends with the cure.
         """
         values = self.head["fingerprint"]
-        options = NetworkOptions(model=values["model"], weights=values["weights"], whole=values["whole"])
+        weights, stored = self.head["model"].get("file") or values["weights"], values["preprocess"] or ""
+        preprocess: dict[str, Any] | None = None
+        if stored.startswith("Preprocess("):
+            call: Any = ast.parse(stored, mode="eval").body
+            preprocess = {field.arg: ast.literal_eval(field.value) for field in call.keywords}
+        options = NetworkOptions(model=values["model"], weights=weights, whole=values["whole"], preprocess=preprocess)
         now = fingerprint(options, OutputOptions())
-        changed = [name for name in ("preprocess", "classes", "model source") if values[name] != now[name]]
-        changed += ["weights"] * str(values["weights"]).startswith("sha256:")
+        changed = [name for name in ("preprocess", "weights", "model source") if values[name] != now[name]]
+        changed += ["weights"] * str(weights).startswith("sha256:")  # of a model that was passed as a module
         if changed:
-            raise BatchError(f"{self.folder}: the {changed[0]} of the model is not stored, or has changed; {cure}")
+            why = f"{changed[0]}: not stored, or changed since"
+            raise BatchError(f"the model of {self.folder} cannot be loaded again ({why}); {cure}")
         return options, load_model(options), {entry.name: entry for entry in read_listing(self.folder)}
+
+
+def _class_of(row: Row) -> Row:
+    """Return the name of the class of a row. That of a detection also contains the box: "cat at (1, 2, 3, 4)"."""
+    return {"name": row["name"].rpartition(" at (")[0]} if row["target_box"] and " at (" in row["name"] else {}
 
 
 class _Mirrored:
@@ -258,21 +278,27 @@ def _on_one_grid(explanations: Sequence[Explanation]) -> list[Tensor]:
     boxes = [box.box for explanation in explanations for box in explanation.boxes if box]
     sides = list(zip(*boxes, strict=True))
     area = min(sides[0]), min(sides[1]), max(sides[2]), max(sides[3])
-    placed = [_placed(explanation, box, area) for explanation, box in zip(explanations, boxes, strict=True)]
+    placed = [on_grid(explanation, box, area, SIDE) for explanation, box in zip(explanations, boxes, strict=True)]
     return [maps / maps.abs().sum().clamp(min=torch.finfo(maps.dtype).tiny) for maps in placed]
 
 
-def _placed(explanation: Explanation, box: Box, area: Box) -> Tensor:
-    maps = heatmap(explanation, size=(SIDE, SIDE)).double()
+def on_grid(explanation: Explanation, box: Box, area: Box, side: int) -> Tensor:
+    """Return the heatmap of an explanation of a box as (side, side) cells of an area; 0 outside of the box."""
+    maps = heatmap(explanation, size=(side, side)).double()
     axes = []
     for low, high, start, stop in ((box[0], box[2], area[0], area[2]), (box[1], box[3], area[1], area[3])):
-        centres = start + (stop - start) * (torch.arange(SIDE, dtype=torch.float64, device="cpu") + 0.5) / SIDE
+        centres = start + (stop - start) * (torch.arange(side, dtype=torch.float64, device="cpu") + 0.5) / side
         axes.append(2 * (centres - low) / (high - low) - 1)
     y, x = torch.meshgrid(axes[1], axes[0], indexing="ij")
     return F.grid_sample(maps[None], torch.stack([x, y], -1)[None], align_corners=False)[0, 0]
 
 
-def _p_value(changes: Sequence[ImageChange]) -> float:
+def _image_p(moved: float, chances: NDArray[np.float64]) -> float | None:
+    """Return the fraction of the maps of a method that move as much by chance; None if there is no yardstick."""
+    return float((1 + (chances >= moved).sum()) / (1 + len(chances))) if len(chances) else None
+
+
+def _class_p(changes: Sequence[ImageChange]) -> float:
     """Return the one-sided p-value of the hypothesis that the images moved as by chance."""
     differences = np.array([change.moved - (change.chance or 0) for change in changes])[:, None]
     return float(sign_flip_test(differences)[0]) / 2 if differences.mean() > 0 else 1.0

@@ -38,11 +38,12 @@ FORMAT = "saliency batch 5"
 ABOUT = "manifest.json"
 LISTING = "listing.jsonl"
 PAGE = "index.html"
+GROUPS, GROUPS_CSV = "groups.html", "groups.csv"  # of saliency groups
 EVALUATION, EVALUATION_PAGE, RESULTS = "evaluation.json", "evaluation.html", "results"  # of saliency evaluate
 
 OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS = "overlays", "thumbnails", "heat", "maps", "trust"
 FOLDERS = (OVERLAYS, THUMBNAILS, HEAT, MAPS, CARDS)
-FILES = (PAGE, CSV, MANIFEST, LISTING, ABOUT)
+FILES = (PAGE, GROUPS, GROUPS_CSV, CSV, MANIFEST, LISTING, ABOUT)
 
 HEAD: dict[str, Any] = {
     "format": re.compile(json.dumps(FORMAT)),
@@ -354,7 +355,10 @@ class ManifestStore(Store):
         self.failed = {index for index, _ in self.manifest.failures(options.methods)}
 
     def _new_head(self) -> dict[str, Any]:
-        values = fingerprint(self._options, self._output)
+        values, weights = fingerprint(self._options, self._output), self._options.weights
+        model = {"name": self._options.model_name, "weights": values["weights"]}
+        if isinstance(self._options.model, str) and weights not in (None, values["weights"]):  # a file, by its digest
+            model["file"] = str(Path(weights).absolute())
         versions = {"python": sys.version.split()[0]}
         for name, distribution in (("saliency", DISTRIBUTION), ("torch", "torch"), ("torchvision", "torchvision")):
             with suppress(PackageNotFoundError):
@@ -362,7 +366,7 @@ class ManifestStore(Store):
         return {
             "format": FORMAT,
             "versions": versions,
-            "model": {"name": self._options.model_name, "weights": values["weights"]},
+            "model": model,
             "command": list(self._run.command),
             "fingerprint": values,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

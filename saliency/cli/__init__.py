@@ -312,12 +312,13 @@ package. The file holds the class names and the preprocessing.
     ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
-        "DIR --quiet --csv --title",
+        "DIR --quiet --csv --title --fiftyone",
         "batch_commands:report",
         """\
 examples:
   saliency report maps --title "Scans of May"
   saliency report maps --csv                   (writes maps/manifest.csv)
+  saliency report maps --fiftyone scans        (of a run with --maps)
 """,
     ),
     "compare": Command(
@@ -332,7 +333,8 @@ examples:
 All folders are of saliency batch --maps, over the same images. The yardstick is
 how far maps move without a reason: between RUN_A and each RUN_SAME, a run that
 differs only in a seed, or by mirrored images (--null). Without a yardstick, the
-maps are measured, and none is marked as changed.
+maps are measured, and none is marked as changed. An image can be marked if
+there are at least 19 by its method.
 
 files:
   DIR/comparison.html  classes and images, the most changed ones first
@@ -354,7 +356,7 @@ the features that their maps mark, or by the places of the maps. Without clear
 groups, a class is not listed.
 
 files:
-  DIR/groups.html  the groups with examples and mean maps
+  DIR/groups.html  the groups with examples and mean maps; a tab of index.html
   DIR/groups.csv   their figures
 """,
     ),

@@ -20,6 +20,8 @@ from ..batch.failures import sentence
 from ..batch.manifest import MANIFEST, write_csv
 from ..batch.sources import NAMED
 from ..errors import MethodError, plural, visible
+from ..tables import Table
+from ..validation import check_number
 from .arguments import ALL, METHOD, arguments_of
 from .console import Screen, UsageError, one_line
 
@@ -194,13 +196,18 @@ def _print_summary(summary: Summary, screen: Screen, counted: str, expected: set
 
 
 def report(arguments: argparse.Namespace, screen: Screen) -> int:
-    """Rewrite the gallery page of a batch folder, and write its table."""
+    """Rewrite the gallery page of a batch folder, and write its table and its labels."""
     from ..batch.report import report as write_page
 
     with screen.waiting("writing the page"):
         files = [write_page(arguments.folder, title=arguments.title)]
         if arguments.csv:
             files.append(write_csv(arguments.folder))
+        if arguments.fiftyone is not None:
+            from ..batch.labels import write_labels
+
+            labels = write_labels(arguments.folder, arguments.fiftyone)
+            screen.say(f"written: {plural(labels, 'map')} to the dataset {visible(arguments.fiftyone)} of FiftyOne")
     for file in files:
         screen.say(f"written: {visible(file)}")
     return 0
@@ -208,15 +215,20 @@ def report(arguments: argparse.Namespace, screen: Screen) -> int:
 
 def compare(arguments: argparse.Namespace, screen: Screen) -> int:
     """Compare two batch folders, write the results, and return the exit code."""
-    if arguments.fail_under is not None and not (arguments.same or arguments.mirrored):
-        raise UsageError("--fail-under needs a yardstick of unchanged maps: add --null, or a run with another seed")
-    from ..batch.runs import compare_runs
+    least = arguments.fail_under
+    if least is not None:
+        check_number("--fail-under", least, least=0, most=1)
+        if not (arguments.same or arguments.mirrored):
+            raise UsageError("--fail-under needs a yardstick of unchanged maps: add --null, or a run with another seed")
+    from ..batch.runs import FEWEST, compare_runs
 
     with screen.waiting("comparing the maps"):
         comparison = compare_runs(**arguments_of(compare_runs, arguments))
-    screen.table([column.title for column in comparison.columns], comparison.cells())
+    if least is not None and comparison.few:
+        raise UsageError(f"--fail-under needs {FEWEST} images by each method, of which {comparison.few[0]} has fewer")
+    _show_table(comparison, screen)
     screen.say(f"written: {visible(comparison.save(arguments.out))}")
-    return int(comparison.unchanged < (arguments.fail_under or 0))
+    return int(comparison.unchanged < (least or 0))
 
 
 def groups(arguments: argparse.Namespace, screen: Screen) -> int:
@@ -226,8 +238,13 @@ def groups(arguments: argparse.Namespace, screen: Screen) -> int:
 
     with screen.waiting("grouping the maps"):
         table = find_groups(**arguments_of(find_groups, arguments))
-    screen.table([column.title for column in table.columns], table.cells())
-    for note in table.notes:
-        screen.say(note)
+    _show_table(table, screen)
     screen.say(f"written: {visible(write_groups(table, arguments.folder))}")
     return 0
+
+
+def _show_table(table: Table[Any], screen: Screen) -> None:
+    if table:
+        screen.table([column.title for column in table.columns], table.cells())
+    for note in table.notes:
+        screen.say(note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from PIL import Image
 import saliency
 from saliency.batch import BatchError, batch
 from saliency.batch.groups import groups
+from saliency.batch.report import report
 from saliency.cli import main
+from saliency.errors import MethodError
 from saliency.testbed import draw_scenes
 
 MARKED = 6
@@ -44,7 +47,7 @@ def test_the_images_with_the_watermark_are_the_first_group_by_channels(run: Path
     assert (first.images, others.images) == (MARKED, 80 - MARKED)
     assert first.fraction == pytest.approx(MARKED / 80)
     assert first.p <= 0.05
-    assert first.stability > 0.9
+    assert first.stability > 0.7
     assert (first.probability or 0) > 0.99
     assert torch.tensor(first.mean_map).sum() == pytest.approx(1)
     assert str(table) == str(groups(run))  # the same draws
@@ -77,8 +80,33 @@ def test_a_class_without_groups_is_left_out(tmp_path: Path) -> None:
     assert not [group for group in table if group.p <= 0.05]
 
 
+def test_more_draws_make_groups_of_many_classes_significant(run: Path, tmp_path: Path) -> None:
+    methods = ["grad_cam", "layer_cam", "hires_cam", "xgrad_cam", "grad_cam_plus_plus", "fused_cam"]  # several layers
+    batch(run.parent / "photos", tmp_path, "shapes_shortcut", methods, maps=True, target=0)
+    table = groups(tmp_path)
+    first = {group.method: group for group in table if set(range(MARKED)) == numbers(group.examples)}
+    assert {*first, "fused_cam"} == set(methods)
+    assert all(group.p <= 0.05 for group in first.values())
+
+
+def test_the_page_of_the_run_leads_to_the_groups(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("groups.*"))
+    assert '"groups":null' in report(tmp_path / "run").read_text()
+    assert main(["groups", str(tmp_path / "run"), "--view", "places", "--quiet"]) == 0
+    assert '"groups":"groups.html"' in (tmp_path / "run" / "index.html").read_text()
+    batch(run.parent / "photos", tmp_path / "run", "shapes_cnn", limit=1, restart=True)
+    assert not (tmp_path / "run" / "groups.html").exists()  # its images are gone
+
+
 def test_a_model_that_its_name_does_not_load_is_an_error_with_the_cure(run: Path, tmp_path: Path) -> None:
-    batch(run.parent / "photos" / "00.png", tmp_path, saliency.load("shapes_cnn"), maps=True, target=0)
-    with pytest.raises(BatchError, match=r"weights of the model is not stored.*--view places needs no model"):
+    batch(run.parent / "photos", tmp_path, saliency.load("shapes_cnn"), maps=True, target=0)
+    with pytest.raises(BatchError, match=r"cannot be loaded again \(weights: not stored.*--view places needs no model"):
         groups(tmp_path)
-    assert groups(tmp_path, "places").notes[0] == "classes with fewer than 20 images, left out: 1"
+
+
+def test_folders_and_seeds_that_do_not_fit_are_refused_before_the_work(run: Path, tmp_path: Path) -> None:
+    batch(run.parent / "photos", tmp_path, "shapes_cnn", maps=True, target=0, limit=19)
+    with pytest.raises(BatchError, match="no class with 20 maps by one method"):
+        groups(tmp_path)
+    with pytest.raises(MethodError, match="seed=-1 is not a whole number of at least 0"):
+        groups(tmp_path, seed=-1)

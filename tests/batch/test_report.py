@@ -392,7 +392,7 @@ def test_the_bar_has_the_colours_of_the_overlay(tmp_path: Path) -> None:
 
 def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder(tmp_path / "out", [row(0)])
-    assert report_command(Namespace(folder=out, csv=False, title=None), Screen()) == 0
+    assert report_command(Namespace(folder=out, csv=False, title=None, fiftyone=None), Screen()) == 0
     assert capsys.readouterr().out == f"written: {out / 'index.html'}\n"
     assert main(["report", str(out), "-q"]) == 0
     assert capsys.readouterr().out == ""

@@ -6,9 +6,11 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 from PIL import Image
 
 import saliency
@@ -66,8 +68,8 @@ def test_the_yardstick_is_the_largest_change_of_any_run_without_a_reason(runs: d
     assert not any(row.is_changed for row in comparison)
 
 
-def change(index: int, moved: float, chance: float) -> ImageChange:
-    return ImageChange(str(index), "grad_cam", ("cat", "cat"), 1.0, moved, chance, ("a", "b"))
+def change(index: int, moved: float, chance: float, method: str = "grad_cam") -> ImageChange:
+    return ImageChange(str(index), method, ("cat", "cat"), 1.0, moved, chance, ("a", "b"))
 
 
 def test_images_beyond_all_but_five_percent_of_chance_are_changed() -> None:
@@ -77,6 +79,20 @@ def test_images_beyond_all_but_five_percent_of_chance_are_changed() -> None:
     assert changed.name == "0"
     assert changed.p == pytest.approx(0.05)
     assert comparison.unchanged == pytest.approx(98 / 99)
+
+
+def test_a_method_is_measured_against_its_own_changes_by_chance() -> None:
+    steady = [change(index, 0.0, 0.01, "grad_cam") for index in range(19)]
+    noisy = [change(index, 0.5, 0.5, "rise") for index in range(99)]
+    images = RunComparison([*noisy, replace(steady[0], moved=0.2), *steady[1:]]).images
+    assert [(row.method, row.name) for row in images if row.is_changed] == [("grad_cam", "0")]
+
+
+def test_with_too_few_images_to_mark_one_of_them_a_note_says_so() -> None:
+    changes = [change(index, 0.9, 0.1) for index in range(18)]
+    assert RunComparison(changes).notes == ("grad_cam: fewer than 19 images, so none can be marked",)
+    enough = RunComparison([*changes, change(18, 0.9, 0.1)])
+    assert (enough.notes, enough.unchanged) == ((), 0)
 
 
 def test_a_small_change_is_not_called_one_even_if_it_is_significant() -> None:
@@ -114,13 +130,41 @@ def test_folders_that_cannot_be_compared_are_refused(runs: dict[str, Path], seco
 
 
 def test_only_common_images_are_compared(runs: dict[str, Path]) -> None:
-    assert len(compare_runs(runs["shapes_cnn"], runs["small"]).images) == 3
+    comparison = compare_runs(runs["shapes_cnn"], runs["small"])
+    assert len(comparison.images) == 3
+    assert comparison.notes == (
+        f"left: {runs['shapes_cnn']}; right: {runs['small']}",
+        "maps that are not in all runs, left out: 37",
+    )
 
 
 def test_a_model_that_its_name_does_not_load_is_not_mirrored(runs: dict[str, Path], tmp_path: Path) -> None:
     batch(runs["photos"] / "0.png", tmp_path / "run", saliency.load("shapes_cnn"), maps=True)
-    with pytest.raises(BatchError, match=r"weights of the model is not stored.* another seed"):
+    with pytest.raises(BatchError, match=r"cannot be loaded again \(weights: not stored.* another seed"):
         compare_runs(tmp_path / "run", tmp_path / "run", mirrored=True)
+
+
+def test_a_model_is_loaded_again_with_its_file_of_weights_and_its_preprocessing(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    file, preprocess = tmp_path / "weights.pt", {"size": (64, 64), "resize": (64, 64), "mean": (0.5,) * 3}
+    torch.save(saliency.load("shapes_shortcut").state_dict(), file)
+    options: dict[str, Any] = {"weights": file, "preprocess": preprocess, "categories": list("abcde"), "limit": 2}
+    batch(runs["photos"], tmp_path / "run", "shapes_cnn", maps=True, **options)
+    same = compare_runs(tmp_path / "run", tmp_path / "run", mirrored=True)
+    assert all(0 < (change.chance or 0) < 0.3 for change in same.images)
+    torch.save(saliency.load("shapes_cnn").state_dict(), file)
+    with pytest.raises(BatchError, match="weights: not stored, or changed since"):
+        compare_runs(tmp_path / "run", tmp_path / "run", mirrored=True)
+
+
+def test_the_detections_of_a_class_are_one_class(runs: dict[str, Path], tmp_path: Path) -> None:
+    scene = saliency.testbed.draw_scenes(1, seed=1_000_003, task="several").images[0]
+    Image.fromarray(scene.permute(1, 2, 0).numpy()).save(tmp_path / "scene.png")
+    batch(tmp_path / "scene.png", tmp_path / "run", "shapes_detector", ["layer_cam"], maps=True, detections="all")
+    comparison = compare_runs(tmp_path / "run", tmp_path / "run")
+    assert {row.name for row in comparison} <= {"circle", "square", "triangle"}
+    assert sum(row.images for row in comparison) == len(comparison.images) > len(comparison)
 
 
 def test_the_command_writes_a_page_json_and_junit(
@@ -153,3 +197,8 @@ def test_the_exit_code_is_one_below_the_fraction_of_unchanged_maps(
     assert main([words[0], words[1], *words[1:2], *words[3:], "--null", "--fail-under", "1", "--quiet"]) == 0
     assert main([*words, "--fail-under", "0.9"]) == 2
     assert "needs a yardstick" in capsys.readouterr().err
+    assert main([*words, "--null", "--fail-under", "90"]) == 2
+    assert "of at most 1" in capsys.readouterr().err
+    small = [words[0], str(runs["small"]), *words[2:], "--null", "--fail-under", "0.9"]
+    assert main(small) == 2
+    assert "needs 19 images by each method, of which grad_cam has fewer" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from ...io.atomic_write import durable_write, inside
 from ...render.blending import MOST_OPACITY
 from ...render.scaling import color_table
 from ..manifest import MANIFEST, Row, read_rows
-from ..store import ABOUT, EVALUATION, PAGE, locked, read_head, read_json, write_head
+from ..store import ABOUT, EVALUATION, GROUPS, PAGE, locked, read_head, read_json, write_head
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
 COMPARISON = {"rows": [dict], "differences": [dict], "notes": [str], "curves": [dict], "results": [dict]}
@@ -43,8 +43,9 @@ def report(folder: Path, *, title: str | None = None) -> Path:
     """Write the gallery page of a batch folder, and return its path.
 
     The page is the file `index.html` in the folder. It needs no server, and shows the images in the subfolders, and the
-    comparison that `saliency evaluate` wrote into the folder. It is created from `manifest.json`, `manifest.jsonl` and
-    `evaluation.json`; equal files give identical bytes. The file is written atomically.
+    comparison that `saliency evaluate` wrote into the folder, and leads to the page of `saliency groups`. It is created
+    from `manifest.json`, `manifest.jsonl` and `evaluation.json`; equal files give identical bytes. The file is written
+    atomically.
 
     Args:
         folder: Output folder of `saliency batch`. The run may still be in progress, or have been interrupted.
@@ -63,7 +64,7 @@ def report(folder: Path, *, title: str | None = None) -> Path:
         with locked(folder):
             run["title"] = title
             write_head(folder, run)
-    page = _page(run, _rows(folder / MANIFEST), _comparison(folder))
+    page = _page(run, _rows(folder / MANIFEST), _comparison(folder), GROUPS if (folder / GROUPS).is_file() else None)
     return durable_write(inside(folder, PAGE), [page.encode()])
 
 
@@ -89,7 +90,7 @@ def _comparison(folder: Path) -> Row | None:
     return comparison
 
 
-def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
+def _page(run: Row, rows: Iterable[Row], comparison: Row | None, groups: str | None) -> str:
     methods = {name: index for index, name in enumerate(run["methods"])}
     bars: dict[str, list[str] | None] = {}
     entries = [_entry(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
@@ -104,6 +105,7 @@ def _page(run: Row, rows: Iterable[Row], comparison: Row | None) -> str:
         "bars": bars,
         "opacity": MOST_OPACITY if run["fingerprint"]["opacity"] == "map" else run["fingerprint"]["opacity"],
         "images": len(entries),
+        "groups": groups,
         "counted": "detections" if run["fingerprint"].get("detections") else "images",
         "failed": sum(any("error" in row for row in entry["rows"]) for entry in entries),
     }

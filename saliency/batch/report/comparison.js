@@ -13,9 +13,13 @@ function cellKey(metric, name) {
 function showTab() {
   document.documentElement.dataset.tab = state.tab;
   table.hidden = state.tab !== "comparison";
-  byId("tabs").hidden = !comparison;
+  byId("tabs").hidden = !comparison && !head.groups;
   const link = (tab, text) => make("a", { href: addressOf({ tab, cell: "", photo: null }), "aria-current": tab === state.tab ? "page" : null }, text);
-  byId("tabs").replaceChildren(link("images", "Images"), link("comparison", "Comparison"));
+  byId("tabs").replaceChildren(
+    link("images", "Images"),
+    ...(comparison ? [link("comparison", "Comparison")] : []),
+    ...(head.groups ? [make("a", { href: head.groups }, "Groups")] : []),
+  );
   const row = state.tab === "comparison" ? rowsBy.get(state.cell) : null;
   if (row) openCell(row);
   else if (cellView.open) cellView.close();
