@@ -91,7 +91,7 @@ def test_a_trust_card_is_of_the_held_image() -> None:
     method = saliency.GradCAM(model)
     result = method.attribute(inputs, 1)
     held: Any = result.hold("depth")
-    card = saliency.trust(method, held, 1, seconds=1)
+    card = saliency.trust(method, held, 1)
     assert card.explanation.layer == result["depth"].layer == "depth_stream"
     torch.testing.assert_close(card.explanation.values, result["depth"].values)
     assert {"weights", "deletion", "insertion", "rank_correlation"} <= card.measurements.keys()
