@@ -302,8 +302,11 @@ def _test_row(test: ExactTest, subject: Subject, measured: dict[str, Measurement
     sentence = f"{share(value)} of the map lies on the image of its class (25 % by chance)"
     if isinstance(test, WeightsTest):
         own, others, missing = test.scores(subject)
-        strip, chance, without = (own, *others), {}, f", and {missing} others have no map" if missing else ""
-        sentence = f"better than the maps of {round(value * len(others))} of {len(others)} untrained networks{without}"
+        strip, chance = (own, *others), {}
+        sentence = f"better than the maps of {round(value * len(others))} of {len(others)} untrained networks"
+        sentence += f", and {missing} others have no map" if missing else ""
+        if len(others) < test.draws and len(reached(own, others)) < STOP:
+            sentence += f"; seconds={test.seconds:g} allows no more than {len(others)} of {test.draws}"
     elif None in subject.explanation.target:
         chance = {"chance": 0.5}
         sentence = f"better for its object than {share(value)} of the maps of others (50 % by chance)"

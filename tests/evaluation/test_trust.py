@@ -137,6 +137,7 @@ def test_after_the_time_limit_the_tests_remain_and_the_numbers_are_left_out(card
     assert [row.name for row in short] == ["class", "weights"]
     assert short["weights"].p is not None
     assert 1 / 20 < short["weights"].p < 1
+    assert short["weights"].verdict.endswith("; seconds=1e-06 allows no more than 3 of 19")
     with pytest.raises(LayerError, match='"mprt" was not measured: it does not fit into seconds=1e-06'):
         short["mprt"]
     with pytest.raises(LayerError, match='no row "random_bxo" in this table of 2'):
@@ -210,6 +211,10 @@ def test_the_card_draws_each_rank_and_comparison_on_an_axis() -> None:
     assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + 6
     assert drawing.axes[1].get_title(loc="left")
+
+
+def test_the_axis_of_a_fraction_has_all_fractions(card: TrustCard) -> None:
+    assert saliency.figure(card).axes[1].get_xlim() == (-0.02, 1.02)
 
 
 def test_long_verdicts_are_drawn_within_the_figure(card: TrustCard) -> None:
