@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import method_titles, single_images
 from ..errors import RenderError
-from ..tables import Column, Table, number
+from ..tables import Column, Table, number, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,9 @@ def ledger_table(explanations: Explanation | Iterable[Explanation]) -> Table[Led
         if image.coverage:
             notes[f"{method}: {image.coverage}"] = None
         if image.image_share is not None:
-            share, text = float(image.image_share), 1 - float(image.image_share)
-            notes[f"{method}: of the relevance of all tokens, {share:.0%} is the image's, {text:.0%} the text's"] = None
+            part = float(image.image_share)
+            parts = f"{share(part)} is the image's, {share(1 - part)} the text's"
+            notes[f"{method}: of the relevance of all tokens, {parts}"] = None
     is_one = len(images) == 1
     title = f"Ledger of {rows[0].target} by {rows[0].method}" if is_one else "Ledgers"
     return Table(rows, _ENTRY if is_one else _IMAGE + _ENTRY, title, notes)

@@ -23,13 +23,13 @@ from ..attribution.base import METHODS, Attribution
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import reduced_maps
 from ..attribution.options import declared_options
-from ..errors import LayerError, MethodError, NotApplicableError, SaliencyError
+from ..errors import MethodError, SaliencyError
 from ..io.atomic_write import write_by_suffix
 from ..io.inputs import Batch, ImagesLike
-from ..tables import Column, Table, escaped, number
+from ..tables import Column, Table, escaped, number, share
 from ..targets.classes import TargetLike
 from ..targets.similarity import ITSELF
-from ..validation import check_number, described
+from ..validation import described
 from .metrics.base import (
     IMAGE_CONTROLS,
     Measurement,
@@ -46,6 +46,8 @@ from .metrics.exact_tests import (
     WeightsTest,
     effects,
     full_size,
+    is_worst,
+    reached,
     slack,
     untrained_map,
 )
@@ -86,6 +88,9 @@ SAME = 0.95
 
 SLOW = 1.0
 """The seconds of a call above which the tests use fewer passes."""
+
+COPIES = 9
+"""The number of shifted and flipped copies among which a map is ranked."""
 
 DRAWS = 5
 """The number of untrained networks, and of noisy images, of the numbers without a test."""
@@ -144,7 +149,7 @@ _COLUMNS: tuple[Column[Property], ...] = (
     Column("p", lambda row: "" if row.p is None or math.isnan(row.p) else number(row.p), hint="of a test"),
     Column("value", _value, hint="with its standard error"),
     Column("verdict", lambda row: row.verdict, "left"),
-    Column("others", lambda row: ", ".join(f"{name} {number(value)}" for name, value in row.controls.items()), "left"),
+    Column("compared to", lambda row: ", ".join(f"{key} {number(row.controls[key])}" for key in row.controls), "left"),
 )
 
 
@@ -195,7 +200,8 @@ class TrustCard(Table[Property]):
             if row["p"] is None:
                 del row["p"]  # of a number without a test
         card = {name: getattr(self, name) for name in ("title", "summary", "seed", "seconds", "notes")}
-        return json.dumps(_without_nan(card | {"properties": rows}), indent=2) + "\n"
+        finite = json.loads(json.dumps(card | {"properties": rows}), parse_constant=lambda name: None)
+        return json.dumps(finite, indent=2) + "\n"
 
     def _repr_html_(self) -> str:
         """Return the figure, as data within the text, and the table."""
@@ -207,15 +213,6 @@ class TrustCard(Table[Property]):
         style = "<style>body { font-family: sans-serif; margin: 2em }</style>"
         head = f'<meta charset="utf-8"><title>{escaped(self.title)}</title>{style}'
         return f"<!doctype html>\n<html lang=en><head>{head}</head><body>{self._repr_html_()}</body></html>\n".encode()
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinite numbers, which JSON does not have, by None."""
-    if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def trust(
@@ -257,7 +254,7 @@ def trust(
     if isinstance(image, Mapping):
         problem = "a trust card is of one image, of a model that holds its other inputs; got a mapping of them"
         raise MethodError(f"{problem}; pass result.hold(NAME) of the result of attribute")
-    limit = math.inf if seconds is None else check_number("seconds", seconds, above=0)
+    weights = WeightsTest(draws=draws, stop=STOP, seconds=seconds)
     explanation = method.attribute(image, target)
     is_slow = time.perf_counter() - began > SLOW
     if len(explanation) != 1:
@@ -265,11 +262,10 @@ def trust(
     context: dict[str, Any] = {"seed": seed, "shared": shared or SharedResults(), "others": others}
     subject = Subject(explanation, method=method, inputs=image, target=target, controls=list(CONTROLS), **context)
     tested = _coarse(subject, context) if is_slow else subject
-    weights = WeightsTest(draws=draws, stop=STOP, seconds=seconds)
     measured = dict[str, Measurement]()
     rows = [_test_row(test, tested, measured) for test in (ClassTest(), weights)]
     for numbers in (_place, _compared, _changed, _agreement):
-        if time.perf_counter() - began < limit:
+        if seconds is None or time.perf_counter() - began < seconds:
             rows += numbers(tested if numbers is _changed else subject, measured)
     title = f"Trust card of {explanation.method} for {explanation.target_names[0]}"
     card = TrustCard(rows, _COLUMNS, title, _notes(tested, explanation))
@@ -304,37 +300,37 @@ def _test_row(test: ExactTest, subject: Subject, measured: dict[str, Measurement
         return Property(test.name, title, math.nan, math.nan, True, f"not measured: {reason}", math.nan)
     measured[test.name] = result
     value, error, p = (float(cast("Tensor", part)) for part in (result.values, result.error, result.p))
-    sentence = f"{value:.0%} of the map lies on the image of its class (25 % by chance)"
+    sentence = f"{share(value)} of the map lies on the image of its class (25 % by chance)"
     if isinstance(test, WeightsTest):
         own, others, missing = test.scores(subject)
-        strip, chance, without = (own, *others), {}, f", and {missing} others have no map" if missing else ""
-        sentence = f"better than the maps of {round(value * len(others))} of {len(others)} untrained networks{without}"
+        strip, chance = (own, *others), {}
+        sentence = f"better than the maps of {round(value * len(others))} of {len(others)} untrained networks"
+        sentence += f", and {missing} others have no map" if missing else ""
+        if len(others) < test.draws and len(reached(own, others)) < STOP:
+            sentence += f"; seconds={test.seconds:g} allows no more than {len(others)} of {test.draws}"
     elif None in subject.explanation.target:
-        chance, sentence = (
-            {"chance": 0.5},
-            f"better for its object than {value:.0%} of the maps of others (50 % by chance)",
-        )
-    is_worst = len(strip) * LEVEL >= 1 and all(score > strip[0] + slack(strip[0]) for score in strip[1:])
-    verdict = sentence if p <= LEVEL else WORSE if is_worst else f"{UNCLEAR}: {sentence}"
+        chance = {"chance": 0.5}
+        sentence = f"better for its object than {share(value)} of the maps of others (50 % by chance)"
+    is_worse = len(strip) * LEVEL >= 1 and is_worst(strip[0], strip[1:])
+    verdict = sentence if p <= LEVEL else WORSE if is_worse else f"{UNCLEAR}: {sentence}"
     return Property(test.name, title, value, error, True, verdict, p, chance, strip)
 
 
 def _place(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
     """Return the rank of the map among copies of itself at other positions."""
-    copies = control_maps(reduced_maps(subject.explanation, None), subject.seed, names=("random",))
+    copies = control_maps(reduced_maps(subject.explanation, None), subject.seed, COPIES, names=("random",))
     size = subject.explanation.input_size
     maps = [full_size(subject.explanation), *(resized_within(moved, size) for moved in copies)]
     own, *others = scores = effects(subject, torch.cat(maps)).tolist()
-    worse = sum(score < own - slack(own) for score in others)
-    verdict = f"better than {worse} of {len(others)} copies of itself at other positions"
-    return [Property("place", TITLES["place"], worse / len(others), math.nan, True, verdict, strip=tuple(scores))]
+    worse = COPIES - len(reached(own, others))
+    verdict = f"better than {worse} of {COPIES} copies of itself at other positions"
+    return [Property("place", TITLES["place"], worse / COPIES, math.nan, True, verdict, strip=tuple(scores))]
 
 
 def _compared(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
     """Return metrics of faithfulness, compared with maps that ignore the prediction."""
-    compared, rows = copy.copy(subject), list[Property]()
-    compared.controls = list(CONTROLS)
-    for result in measurements([*CURVES, Infidelity(passes=60)], compared):
+    rows = list[Property]()
+    for result in measurements([*CURVES, Infidelity(passes=60)], subject):
         better = 1 if result.higher_is_better else -1
         value = float(result.values)
         others = {name: float(control.values) for name, control in result.controls.items()}
@@ -364,31 +360,30 @@ def _changed(subject: Subject, measured: dict[str, Measurement]) -> list[Propert
     quiet.controls = []
     (noise,) = measurements([AvgSensitivity(passes=DRAWS)], quiet)
     measured["avg_sensitivity"] = noise
-    changes = f"small noise changes the map by {float(noise.values):.0%}"
+    changes = f"small noise changes the map by {share(float(noise.values))}"
     return [Property("mprt", TITLES["mprt"], drop, error, True, verdict), _number_row(noise, changes)]
 
 
 def _agreement(subject: Subject, measured: dict[str, Measurement]) -> list[Property]:
-    """Return the rank correlation with methods of other families, if their maps are not the same."""
+    """Return the mean rank correlation with methods of other families, if their maps are not the same."""
     if subject.explanation.target_names[0] == ITSELF:  # where gradients are zero
         return []
-    method, values = subject.method, dict[str, float]()
+    method, values, metric = subject.method, dict[str, float](), RankCorrelation()
     for name in REFERENCES:
         cls = METHODS[name]
         if cls.__module__ == type(method).__module__:
             continue
         other = cls(method.model, preprocess=method.preprocess, layout=method.layout)
-        with suppress(LayerError, NotApplicableError):  # no layer for CAMs
+        with suppress(SaliencyError):  # no layer for CAMs, or no gradient
             reference = other.attribute(subject.inputs_for(method, subject.images), subject.explained_target)
-            result = RankCorrelation().measure(subject.explanation, reference=reference, controls=False)
-            values[name] = float(result.values)
-    distinct = {name: value for name, value in values.items() if abs(value) <= SAME}
-    if not distinct:
+            result = metric.measure(subject.explanation, reference=reference, controls=False)
+            if abs(value := float(result.values)) <= SAME:
+                values[name] = value
+    if not values:
         return []
-    measured[result.metric] = replace(
-        result, values=torch.full_like(result.values, sum(distinct.values()) / len(distinct))
-    )
-    return [_number_row(measured[result.metric], f"with {', '.join(distinct)}")]
+    mean = torch.full_like(result.values, sum(values.values()) / len(values))
+    measured[metric.name] = replace(result, values=mean)
+    return [_number_row(measured[metric.name], f"with {', '.join(values)}")]
 
 
 def _notes(subject: Subject, explanation: Explanation) -> list[str]:
@@ -401,5 +396,5 @@ def _notes(subject: Subject, explanation: Explanation) -> list[str]:
         notes.append(f"coverage: {explanation.coverage}")
     if explanation.residual is not None:
         fraction = float(explanation.residual[0]) / (float(explanation.scores[0]) or 1.0)
-        notes.append(f"residual: {fraction:.2%} of the score")
+        notes.append(f"residual: {share(abs(fraction))} of the score")
     return notes

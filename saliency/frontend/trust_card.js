@@ -36,7 +36,7 @@ function axis(row) {
   const others = [...Object.entries(row.controls), ...ranked.map((value) => ["random", value])];
   const points = [...others, ["map", own]].filter(([, value]) => value != null);
   const values = points.map(([, value]) => value);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [low, high] = "chance" in row.controls ? [0, 1] : [Math.min(...values), Math.max(...values)];
   const share = (value) => (high > low ? (value - low) / (high - low) : 0.5);
   const text = points.map(([name, value]) => `${name} ${shortNumber(value)}`);
   const line = make("div", { class: "axis", role: "img", "aria-label": text.join(", ") });

@@ -78,6 +78,8 @@ def _draw_property(axes: Axes, row: Property) -> None:
     title = textwrap.fill(f"{row.title}{p}: {row.verdict}", LONGEST_VERDICT)
     axes.set_title(title, loc="left", fontsize=TEXT_SIZE, parse_math=False)
     axes.set_yticks([])
+    if "chance" in row.controls:  # of fractions
+        axes.set_xlim(-0.02, 1.02)
     axes.xaxis.set_major_formatter(lambda value, position: f"{value:.4g}")
     axes.tick_params(labelsize=TEXT_SIZE - 1)
     axes.spines[["left", "right", "top"]].set_visible(False)

@@ -106,8 +106,18 @@ def test_other_images_of_the_class_are_left_out() -> None:
     context: dict[str, Any] = {"method": method, "inputs": coloured(0)}
     explanation = method.attribute(coloured(0), 0)
     assert measure("class", explanation, others=others, **context)[0].values == pytest.approx(1)
-    with pytest.raises(MethodError, match=r"the model finds 2 in the images: pass others=\[...\]"):
+    with pytest.raises(MethodError, match=r"the model finds 2: pass others=\[...\]"):
         measure("class", explanation, others=others[:4], **context)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(15, torch.float32), (16, torch.bfloat16)])
+def test_mosaics_have_the_size_and_precision_of_the_image(size: int, dtype: torch.dtype) -> None:
+    x, *others = (coloured(label)[..., :size, :size].to(dtype) for label in range(4))
+    model = ColourClasses()
+    model.weight = nn.Parameter(model.weight[..., :size, :size].to(dtype))  # refuses images of other sizes
+    method = InputXGradient(model)
+    (result,) = measure("class", method.attribute(x, 0), method=method, inputs=x, others=torch.cat(others))
+    assert result.values == pytest.approx(1)
 
 
 def test_photos_of_the_package_take_the_place_of_others_for_the_classes_of_imagenet() -> None:

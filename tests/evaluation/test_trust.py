@@ -50,7 +50,7 @@ def test_the_map_of_a_class_lies_on_its_image_and_of_24_assignments_the_right_on
     assert row.p == pytest.approx(1 / 24)
     assert row.is_clear
     assert row.size == pytest.approx(1)
-    assert row.verdict == "100% of the map lies on the image of its class (25 % by chance)"
+    assert row.verdict == "100 % of the map lies on the image of its class (25 % by chance)"
 
 
 def test_the_map_of_learned_weights_is_better_than_those_of_all_permuted_networks(card: TrustCard) -> None:
@@ -76,9 +76,9 @@ def test_more_draws_have_a_smaller_level(card: TrustCard) -> None:
 
 
 def test_without_images_of_other_classes_the_row_says_what_to_pass() -> None:
-    for others, found in ((None, ""), (coloured(1, 2, 2, 0), ", and the model finds 2 in the images")):
+    for others, found in ((None, ""), (coloured(1, 2, 2, 0), ", and the model finds 2")):
         row = trust(InputXGradient(ColourClasses()), coloured(0), 0, others=others, seconds=1e-6)["class"]
-        assert row.verdict == f"not measured: the test needs three images of other classes{found}: pass others=[...]"
+        assert row.verdict == f"not measured: the test needs images of three other classes{found}: pass others=[...]"
         assert not row.is_clear
 
 
@@ -137,6 +137,7 @@ def test_after_the_time_limit_the_tests_remain_and_the_numbers_are_left_out(card
     assert [row.name for row in short] == ["class", "weights"]
     assert short["weights"].p is not None
     assert 1 / 20 < short["weights"].p < 1
+    assert short["weights"].verdict.endswith("; seconds=1e-06 allows no more than 3 of 19")
     with pytest.raises(LayerError, match='"mprt" was not measured: it does not fit into seconds=1e-06'):
         short["mprt"]
     with pytest.raises(LayerError, match='no row "random_bxo" in this table of 2'):
@@ -156,7 +157,18 @@ def test_a_model_without_weights_has_no_test_of_the_weights() -> None:
             return x.mean((2, 3))
 
     row = trust(VanillaGradient(Plain()), images(1), 1)["weights"]
-    assert row.verdict == "not measured: Plain has no parameters or buffers, so nothing can be randomised"
+    problem = "Plain has no parameters or buffers, so nothing can be randomised"
+    assert row.verdict == f"not measured: {problem}; explain the model before it was quantised or exported"
+
+
+def test_a_model_without_gradients_has_a_card_of_a_method_that_needs_none() -> None:
+    class Detached(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.detach().mean((2, 3))
+
+    names = [row.name for row in trust(saliency.Occlusion(Detached(), window=4, stride=4), images(1), 1)]
+    assert "deletion" in names
+    assert "rank_correlation" not in names
 
 
 def test_the_card_touches_nothing() -> None:
@@ -170,7 +182,7 @@ def test_the_card_prints_and_saves(card: TrustCard, tmp_path: Path) -> None:
     assert "input_x_gradient" in str(card)
     assert "deletion" in str(card)
     assert card.summary == (
-        "depends on the class: 100% of the map lies on the image of its class (25 % by chance); marks what the model "
+        "depends on the class: 100 % of the map lies on the image of its class (25 % by chance); marks what the model "
         "learned to use: better than the maps of 19 of 19 untrained networks"
     )
     saved: Any = json.loads(card.save(tmp_path / "card.json").read_text("utf-8"))
@@ -199,6 +211,10 @@ def test_the_card_draws_each_rank_and_comparison_on_an_axis() -> None:
     assert not title.get_parse_math()  # it names the class
     assert len(drawing.axes) == 1 + 6
     assert drawing.axes[1].get_title(loc="left")
+
+
+def test_the_axis_of_a_fraction_has_all_fractions(card: TrustCard) -> None:
+    assert saliency.figure(card).axes[1].get_xlim() == (-0.02, 1.02)
 
 
 def test_long_verdicts_are_drawn_within_the_figure(card: TrustCard) -> None:

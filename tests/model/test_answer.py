@@ -221,7 +221,7 @@ def test_the_ledger_has_the_share_of_the_text(family: str) -> None:
     share = float(explanation.token_shares[0, is_image].abs().sum() / explanation.token_shares.abs().sum())
     assert explanation.image_share is not None
     assert float(explanation.image_share) == pytest.approx(share, abs=1e-6)
-    assert f"{share:.0%} is the image's" in str(saliency.ledger_table(explanation))
+    assert f"{100 * share:.1f} % is the image's" in str(saliency.ledger_table(explanation))
 
 
 @pytest.mark.parametrize("method", [saliency.InputXGradient, saliency.AttnLRP])

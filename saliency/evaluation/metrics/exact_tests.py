@@ -9,12 +9,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 from ...attribution.base import Attribution
 from ...attribution.explanation import Explanation
@@ -30,7 +30,7 @@ from ...targets.words import words
 from ...validation import check_integer, check_number
 from .base import ABSOLUTE, RELATIVE, Metric, Outcome, Subject, resized_within
 from .faithfulness import Deletion, Insertion, area, digest
-from .method_metrics import copied, randomise, restore, tensors_of
+from .method_metrics import copied, randomise, require_weights, restore, tensors_of
 
 UNTIL = 0.25
 """The fraction of the pixels that are deleted or inserted: a map marks about that many."""
@@ -40,8 +40,6 @@ CURVES = (Deletion(steps=2, until=UNTIL), Insertion(steps=2, until=UNTIL))
 
 OBJECTS = 4
 """The number of classes, boxes or words: of their 24 assignments, the right one has a p-value of 1/24."""
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 BLOCK = 3
 """The number of permuted networks whose maps are scored together."""
@@ -96,6 +94,16 @@ def slack(value: float) -> float:
     return RELATIVE * abs(value) + ABSOLUTE
 
 
+def reached(own: float, others: Sequence[float]) -> list[int]:
+    """Return the numbers, from 1, of the scores that are better than the score of the map, or tied with it."""
+    return [number for number, score in enumerate(others, 1) if not score < own - slack(own)]
+
+
+def is_worst(own: float, others: Sequence[float]) -> bool:
+    """Return whether all other scores are better than the score of the map."""
+    return all(score > own + slack(own) for score in others)
+
+
 class WeightsTest(ExactTest):
     """Rank of a map among maps of the same method on networks with permuted weights; higher is better.
 
@@ -129,10 +137,10 @@ class WeightsTest(ExactTest):
     def test(self, subject: Subject) -> tuple[float, float, float]:
         """Return the fraction of worse maps, its standard error, and the p-value."""
         own, others, _ = self.scores(subject)
-        reached = [number for number, score in enumerate(others, 1) if not score < own - slack(own)]
-        worse, p = 1 - len(reached) / len(others), (len(reached) + 1) / (len(others) + 1)
-        if self.stop is not None and len(reached) >= self.stop:
-            p = self.stop / reached[self.stop - 1]
+        numbers = reached(own, others)
+        worse, p = 1 - len(numbers) / len(others), (len(numbers) + 1) / (len(others) + 1)
+        if self.stop is not None and len(numbers) >= self.stop:
+            p = self.stop / numbers[self.stop - 1]
         return worse, math.sqrt(worse * (1 - worse) / len(others)), p
 
     def scores(self, subject: Subject) -> tuple[float, list[float], int]:
@@ -140,30 +148,19 @@ class WeightsTest(ExactTest):
         return subject.once(self, self._scores, subject)
 
     def _scores(self, subject: Subject) -> tuple[float, list[float], int]:
-        model = subject.method.model
-        if not tensors_of(model, recurse=True):
-            raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
-        began, own_map = time.perf_counter(), full_size(subject.explanation)
-        block, others = list[Tensor](), list[float]()
+        require_weights(subject.method.model)
+        began, own_map, others = time.perf_counter(), full_size(subject.explanation), list[float]()
         (own,) = effects(subject, own_map).tolist()
         tries = 0 if _is_constant(own_map) else TRIES * self.draws
-        for draw in range(tries):
-            if not _is_constant(map_ := untrained_map(subject, draw)):
-                block.append(map_)
-            if len(block) < min(BLOCK, self.draws - len(others)) and draw + 1 < tries:
-                continue
-            others += effects(subject, torch.cat(block)).tolist() if block else []
-            block = []
+        usable = ((draw, map_) for draw in range(tries) if not _is_constant(map_ := untrained_map(subject, draw)))
+        while block := [*islice(usable, min(BLOCK, self.draws - len(others)))]:
+            others += effects(subject, torch.cat([map_ for _, map_ in block])).tolist()
             is_late = self.seconds is not None and time.perf_counter() - began > self.seconds
-            if len(others) == self.draws or self._is_decided(own, others) or (is_late and others):
-                return own, others, draw + 1 - len(others)
-        missing = self.draws - len(others)
-        return own, others + missing * [own], max(tries - len(others), 0)  # networks without a map are tied
-
-    def _is_decided(self, own: float, others: Sequence[float]) -> bool:
-        """Return whether the verdict is certain: enough maps are better or tied, and at least one is not better."""
-        reached = sum(not score < own - slack(own) for score in others)
-        return self.stop is not None and reached >= self.stop and not all(score > own + slack(own) for score in others)
+            # Worse than all is a verdict too: draw on until it is certain.
+            is_decided = self.stop is not None and len(reached(own, others)) >= self.stop and not is_worst(own, others)
+            if len(others) == self.draws or is_decided or is_late:
+                return own, others, block[-1][0] + 1 - len(others)
+        return own, others + (self.draws - len(others)) * [own], tries - len(others)  # networks without a map are tied
 
 
 def _is_constant(map_: Tensor) -> bool:
@@ -217,7 +214,7 @@ def untrained(subject: Subject, draw: int) -> Attribution:
 
 def normalise(model: nn.Module, x: Tensor) -> None:
     """Replace the statistics of batch norms by those of the activations for images x."""
-    norms = [each for each in model.modules() if isinstance(each, BATCH_NORMS) and each.running_mean is not None]
+    norms = [module for module in model.modules() if getattr(module, "running_mean", None) is not None]
 
     def replace(norm: nn.Module, args: tuple[Tensor, ...], kwargs: object) -> None:
         values = args[0].transpose(0, 1).flatten(1)  # (C, n)
@@ -272,19 +269,19 @@ def mosaic_shares(subject: Subject) -> Tensor:
     chosen = {other: number for number, other in reversed([*enumerate(labels)]) if other != label}
     numbers = sorted(chosen.values())[: OBJECTS - 1]
     if len(numbers) < OBJECTS - 1:
-        found = f"the model finds {len(numbers)} in the images"
-        raise MethodError(f"the test needs three images of other classes, and {found}: pass others=[...]")
+        found = f"the model finds {len(numbers)}"
+        raise MethodError(f"the test needs images of three other classes, and {found}: pass others=[...]")
     height, width = subject.images.shape[2:]
-    tiles = [
-        interpolate(x, (height // 2, width // 2), mode="bilinear", antialias=True)
-        for x in (subject.images, others[numbers])
-    ]
-    first, second, third, fourth = torch.cat(tiles)
-    mosaic = torch.cat([torch.cat([first, second], 2), torch.cat([third, fourth], 2)], 1)[None]
+    half = (height + 1) // 2, (width + 1) // 2
+    images = torch.cat([subject.images, others[numbers]])
+    tiles = interpolate(images.float(), half, mode="bilinear", antialias=True).to(images)  # not defined for halves
+    first, second, third, fourth = tiles
+    mosaic = torch.cat([torch.cat([first, second], 2), torch.cat([third, fourth], 2)], 1)[None, :, :height, :width]
     inputs = subject.inputs_for(method, mosaic.expand(OBJECTS, -1, -1, -1))
     explanation = method.attribute(inputs, [label, *(labels[n] for n in numbers)])
     maps = full_size(explanation).cpu().double().clamp(min=0)
-    quarters = maps.view(OBJECTS, 2, height // 2, 2, width // 2).sum((2, 4)).flatten(1)
+    even = pad(maps, (0, width % 2, 0, height % 2))
+    quarters = even.view(OBJECTS, 2, half[0], 2, half[1]).sum((2, 4)).flatten(1)
     totals = quarters.sum(1, keepdim=True)
     return torch.where(totals > 0, quarters / totals, 1 / OBJECTS)
 
@@ -294,7 +291,7 @@ def _other_images(subject: Subject) -> tuple[Tensor, list[int]]:
     others, method = subject.other_images, subject.method
     if others is None:
         if class_scores(subject.output).shape[1] != 1000 or method.preprocess is None:
-            raise MethodError("the test needs three images of other classes: pass others=[...]")
+            raise MethodError("the test needs images of three other classes: pass others=[...]")
         others = sorted(str(photo) for photo in files(__package__).joinpath("photos").iterdir())
     images = method.read(others).inputs
     return images, class_scores(subject.output_for(images)).argmax(1).tolist()

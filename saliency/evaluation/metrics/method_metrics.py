@@ -292,14 +292,13 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
         MethodError: The model has no parameters or buffers.
     """
     model, began = method.model, list[str]()
+    require_weights(model)
     with prepared_for_attribution(model), torch.no_grad(), HookManager() as hooks:
         for name, module in model.named_modules():
             hooks.around(module, lambda *_, name=name: began.append(name), lambda *_: None)
         run_model(model, x)
     starts = {name: index for index, name in reversed(list(enumerate(began)))}
     names = [name for name, module in model.named_modules() if tensors_of(module)]
-    if not names:
-        raise MethodError(f"{type(model).__name__} has no parameters or buffers, so nothing can be randomised")
 
     def start(name: str) -> int:
         while name not in starts and name:
@@ -330,6 +329,13 @@ def restore(copied: nn.Module, model: nn.Module) -> None:
     with torch.no_grad():
         for tensor, value in zip(tensors_of(copied, recurse=True), tensors_of(model, recurse=True), strict=True):
             tensor.copy_(value)
+
+
+def require_weights(model: nn.Module) -> None:
+    """Raise MethodError if a model has no parameters or buffers, as a quantised one."""
+    if not tensors_of(model, recurse=True):
+        problem = "has no parameters or buffers, so nothing can be randomised"
+        raise MethodError(f"{type(model).__name__} {problem}; explain the model before it was quantised or exported")
 
 
 def tensors_of(module: nn.Module, *, recurse: bool = False) -> list[Tensor]:
