@@ -475,13 +475,12 @@ class VXCODE(SegmentAttribution, TimedAttribution):
             alone = gains([[number] for number in tried], 1 if chosen else count)
             if len(alone) < len(tried):
                 break
-            group, reached = [tried[int(alone.argmax())]], [float(alone.max())]
+            by_score = sorted(zip(alone.tolist(), tried, strict=True), key=lambda pair: -pair[0])
+            group, reached = [by_score[0][1]], [by_score[0][0]]
             if tried is ranked:
-                ranked = [tried[index] for index in alone.argsort(descending=True, stable=True).tolist()]
-                due = len(chosen) + WINDOW
+                ranked, due = [number for _, number in by_score], len(chosen) + WINDOW
             if size > 1:
-                first = alone.topk(min(SHORTLIST, len(tried))).indices.sort().values.tolist()
-                groups = list(combinations([tried[index] for index in first], size))
+                groups = list(combinations(sorted(ranked[:SHORTLIST]), size))
                 orders = list(permutations(groups[int(gains(groups).argmax())]))
                 steps = gains([order[: stop + 1] for order in orders for stop in range(size)])
                 if len(steps) == size * len(orders):  # else the best patch alone

@@ -375,6 +375,16 @@ def test_vx_code_finds_patches_that_act_only_together(mode: Any) -> None:
     assert found.count_nonzero() == (12 if mode == "insertion" else 8)
 
 
+def test_vx_code_tries_all_patches_in_windows_and_finds_the_order_of_a_linear_score() -> None:
+    torch.manual_seed(0)
+    model, image = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 1)), torch.rand(1, 3, 8, 8)
+    nn.init.uniform_(model[1].weight, 0, 1)
+    windows, every = (VXCODE(model, trials=trials).attribute(image, 0) for trials in (4, 64))
+    torch.testing.assert_close(windows.values, every.values)
+    assert every.run_stats[0].passes > 2000
+    assert windows.run_stats[0].passes <= 395
+
+
 def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
     method = VXCODE(network("shapes_detector"), seconds=1e-6)
     found = method.attribute(X[:1], saliency.box())
