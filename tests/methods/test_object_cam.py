@@ -312,15 +312,21 @@ class PlainSearch:
     def rise(self, chosen: list[int], order: tuple[int, ...]) -> float:
         return sum(self.score([*chosen, *order[: count + 1]]) for count in range(len(order)))
 
-    def map(self, together: int, shortlist: int, share: float) -> Tensor:
+    def map(self, together: int, shortlist: int, share: float, trials: int) -> Tensor:
         every = list(range(self.cells**2))
         chosen: list[int] = []
+        window: list[int] = []  # the patches of the last trial of all, the best first
+        due = 0
         best, end = [self.score([])], self.score(every)
         while len(chosen) < len(every) and best[-1] < end - 0.01 * (end - best[0]):
             left = [patch for patch in every if patch not in chosen]
-            ranked = sorted(left, key=lambda patch: -self.score([*chosen, patch]))
+            in_groups = together > 1 and len(chosen) < share * len(every)
+            tried = left if in_groups or len(chosen) >= due else [patch for patch in window if patch in left][:trials]
+            ranked = sorted(tried, key=lambda patch: -self.score([*chosen, patch]))
+            if tried is left:
+                window, due = ranked, len(chosen) + 16
             group = ranked[:1]
-            if together > 1 and len(chosen) < share * len(every):
+            if in_groups:
                 groups = itertools.combinations(sorted(ranked[:shortlist]), together)
                 strongest = max(groups, key=lambda own: self.score([*chosen, *own]))
                 group = list(max(itertools.permutations(strongest), key=partial(self.rise, chosen)))
@@ -334,19 +340,22 @@ class PlainSearch:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "group_size"),
+    ("name", "mode", "group_size", "trials"),
     [
-        ("shapes_detector", "deletion", 1),
-        *(("shapes_queries", "insertion", r) for r in (1, 2, 3)),
-        ("shapes_queries", "deletion", 2),
+        ("shapes_detector", "deletion", 1, 2),
+        *(("shapes_queries", "insertion", r, 4) for r in (1, 2, 3)),
+        ("shapes_queries", "insertion", 1, 16),
+        ("shapes_queries", "deletion", 2, 4),
     ],
 )
-def test_vx_code_equals_a_plain_greedy_loop(name: str, mode: Any, group_size: int, monkeypatch: Any) -> None:
+def test_vx_code_equals_a_plain_greedy_loop(
+    name: str, mode: Any, group_size: int, trials: int, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("saliency.methods.rise.SHORTLIST", 4)
-    method = VXCODE(network(name), mode=mode, group_size=group_size, segments=(4, 4), chunk=5)
+    method = VXCODE(network(name), mode=mode, group_size=group_size, trials=trials, segments=(4, 4), chunk=5)
     found = method.attribute(X[:1], saliency.box())
     place = torch.tensor([float(n) for n in found.target_names[0].split("(")[1].rstrip(")").split(", ")])
-    expected = PlainSearch(name, X[:1], place, 4, mode).map(group_size, 4, 0.1)
+    expected = PlainSearch(name, X[:1], place, 4, mode).map(group_size, 4, 0.1, trials)
     assert expected.count_nonzero() >= 16**2
     torch.testing.assert_close(found.values, expected, atol=1e-5, rtol=1e-5)
 
@@ -364,6 +373,17 @@ def test_vx_code_finds_patches_that_act_only_together(mode: Any) -> None:
     torch.testing.assert_close(corners, both)  # hiding either of them is enough
     assert float(found[0, 7]) == pytest.approx(0.2)
     assert found.count_nonzero() == (12 if mode == "insertion" else 8)
+
+
+def test_vx_code_tries_all_patches_in_windows_and_finds_the_order_of_a_linear_score() -> None:
+    torch.manual_seed(0)
+    head, image = nn.Linear(3 * 8 * 8, 1), torch.rand(1, 3, 8, 8)
+    nn.init.uniform_(head.weight, 0, 1)
+    model = nn.Sequential(nn.Flatten(), head)
+    windows, every = (VXCODE(model, trials=trials).attribute(image, 0) for trials in (4, 64))
+    torch.testing.assert_close(windows.values, every.values)
+    assert every.run_stats[0].passes > 2000
+    assert windows.run_stats[0].passes <= 395
 
 
 def test_vx_code_ends_in_time_with_whole_selections_only() -> None:
@@ -390,7 +410,7 @@ def test_vx_code_refuses_other_modes_and_numbers_of_patches(options: Any) -> Non
 
 def test_vx_code_refuses_a_search_that_would_not_end_unless_its_time_is_limited() -> None:
     model, image = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), torch.rand(1, 2, 64, 64)
-    with pytest.raises(MethodError, match="4096 segments need up to 8390657 passes, more than 100000; use fewer"):
+    with pytest.raises(MethodError, match="4096 segments need up to 541691 passes, more than 100000; use fewer"):
         VXCODE(model, segments=(64, 64)).attribute(image, 0)
     found = VXCODE(model, segments=(64, 64), seconds=1e-6).attribute(image, 0)
     assert found.run_stats[0].passes == 1 + 64**2
@@ -554,7 +574,9 @@ def test_a_constant_score_is_a_map_of_zeros_and_not_of_nan(name: str) -> None:
     assert method.attribute(X[:1], saliency.box()).values.count_nonzero() == 0
 
 
-@pytest.mark.parametrize(("name", "options"), [("d_rise", {"passes": 96}), ("vx_code", {"segments": (6, 6)})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("d_rise", {"passes": 96}), ("vx_code", {"segments": (6, 6), "trials": 36})]
+)
 def test_masked_images_are_not_kept(name: str, options: dict[str, Any]) -> None:
     model, inputs = network("shapes_detector"), list[Any]()
     handle = model.register_forward_hook(lambda module, args, output: inputs.append(weakref.ref(args[0])))

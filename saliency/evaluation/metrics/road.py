@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, interpolate, max_pool2d
+from torch.linalg import vecdot
+from torch.nn.functional import max_pool2d, pad
 
 from ...attribution.estimates import generator
 from ...attribution.options import Option
@@ -17,9 +18,6 @@ from .faithfulness import OrderedMetric, PerturbationMetric, PerturbedImage, Rem
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to the norm of their right side."""
-
-WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
-"""The weights of a pixel's neighbours."""
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """The fractions of the pixels that are removed by default."""
@@ -131,24 +129,38 @@ def imputed(x: Tensor, missing: Tensor) -> Tensor:
     grid = _PixelEquations(missing.to(at_least_float32(x)))
     present = torch.where(missing, 0, x).to(grid.missing)  # (k, C, H, W)
     residual = grid.missing * _neighbours(present)
-    goal = TOLERANCE * residual.norm(dim=(2, 3), keepdim=True)
+    goal = TOLERANCE**2 * _products(residual, residual)
     solution, step, old = torch.zeros_like(residual), torch.zeros_like(residual), torch.ones_like(goal)
     # A solved system does not change, so that its result does not depend on the other systems.
-    while bool((active := residual.norm(dim=(2, 3), keepdim=True) > goal).any()):
+    while bool((active := _products(residual, residual) > goal).any()):
         descent = grid.descent(residual)
-        new = (residual * descent).sum((2, 3), keepdim=True)
-        step = torch.where(active, descent + new / old * step, 0)
+        new = _products(residual, descent)
+        step.mul_(torch.where(active, new / old, 0)).add_(descent)
         image = grid.applied(step)
-        length = torch.where(active, new / (step * image).sum((2, 3), keepdim=True), 0)
-        solution, residual, old = solution + length * step, residual - length * image, new
+        length = torch.where(active, new / _products(step, image), 0)
+        solution.addcmul_(length, step)
+        residual.addcmul_(length, image, value=-1)
+        old = new
     return (present + solution).to(x)
 
 
+def _products(first: Tensor, second: Tensor) -> Tensor:
+    """Return the scalar products (k, C, 1, 1) of images (k, C, H, W)."""
+    products: Tensor = vecdot(first.flatten(2), second.flatten(2))
+    return products[..., None, None]
+
+
 def _neighbours(images: Tensor) -> Tensor:
-    """Return the weighted sum of the neighbours of each pixel of images (k, C, H, W)."""
-    count = images.shape[0] * images.shape[1]
-    kernel = torch.tensor(WEIGHTS, dtype=images.dtype, device=images.device).expand(count, 1, 3, 3)
-    return conv2d(images.flatten(0, 1)[None], kernel, padding=1, groups=count).view_as(images)
+    """Return the sum of the neighbours of each pixel of images (k, C, H, W), with 2 for edges and 1 for corners.
+
+    Along each axis, the weights are 1, 2 and 1. On a CPU, these sums take half the time of a depthwise convolution.
+    """
+    total = images
+    for axis in (2, 3):
+        inner, total = total.shape[axis] - 1, 2 * (source := total)
+        total.narrow(axis, 1, inner).add_(source.narrow(axis, 0, inner))
+        total.narrow(axis, 0, inner).add_(source.narrow(axis, 1, inner))
+    return total.sub_(images, alpha=4)
 
 
 class _PixelEquations:
@@ -158,31 +170,37 @@ class _PixelEquations:
     """
 
     def __init__(self, missing: Tensor) -> None:
-        size = missing.shape[2:]
         self.missing = missing
         self.total = _neighbours(torch.ones_like(missing[:1]))
         self.inverse = missing / self.total
         self.coarse: _PixelEquations | None = None
-        if min(size) > 3 and bool(missing.any()):
-            self.rows, self.columns = (_interpolation(edge).to(missing) for edge in size)
+        if min(missing.shape[2:]) > 3 and bool(missing.any()):
             self.coarse = _PixelEquations(1 - max_pool2d(1 - missing, 2, ceil_mode=True))
 
     def applied(self, values: Tensor) -> Tensor:
         """Return the left side of the equations."""
-        return self.missing * (self.total * values - _neighbours(values))
+        return (self.total * values).sub_(_neighbours(values).mul_(self.missing))
 
     def descent(self, residual: Tensor) -> Tensor:
         """Return an approximate solution, by one multigrid cycle."""
         values = self.inverse * residual
         if self.coarse is None:
             return values
-        rest = self.rows.mT @ (residual - self.applied(values)) @ self.columns
-        correction = self.coarse.descent(self.coarse.missing * rest)
-        values = values + self.missing * (self.rows @ correction @ self.columns.mT)
-        return values + self.inverse * (residual - self.applied(values))
+        rest = _neighbours(values).mul_(self.missing)
+        correction = self.coarse.descent(_halved(rest).mul_(self.coarse.missing))
+        values.addcmul_(self.missing, _doubled(correction, residual))
+        return _neighbours(values).add_(residual).mul_(self.inverse)
 
 
-def _interpolation(size: int) -> Tensor:
-    """Return the matrix (size, half of it) of linear interpolation."""
-    half = (size + 1) // 2
-    return interpolate(torch.eye(half, dtype=torch.float64, device="cpu")[None], size, mode="linear")[0].mT
+def _halved(images: Tensor) -> Tensor:
+    """Return the sums of blocks of 2 x 2 pixels; blocks at the right and bottom edge may be smaller."""
+    height, width = images.shape[2:]
+    even = pad(images, (0, width % 2, 0, height % 2)) if height % 2 or width % 2 else images
+    rows = even[..., ::2, :] + even[..., 1::2, :]
+    return rows[..., ::2] + rows[..., 1::2]
+
+
+def _doubled(images: Tensor, like: Tensor) -> Tensor:
+    """Return images of the size of others in which each pixel fills a block of 2 x 2 pixels."""
+    blocks = images[..., None, :, None].expand(*images.shape[:3], 2, images.shape[3], 2)
+    return blocks.flatten(4).flatten(2, 3)[..., : like.shape[2], : like.shape[3]]
