@@ -91,7 +91,7 @@ def runs(count: int) -> None:
             torch.manual_seed(0)
             model = create().eval()
             if name == "resnet50":
-                model.preprocess = saliency.Preprocess((224, 224), resize=256)
+                vars(model)["preprocess"] = saliency.Preprocess((224, 224), resize=256)
             for method in ("grad_cam", "lrp"):
                 rates: dict[bool, list[tuple[float, str]]] = {False: [], True: []}
                 for compiles in (False, True) * ROUNDS:

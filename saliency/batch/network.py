@@ -125,8 +125,9 @@ class Network:
     def compile(self, plan: Plan, parallel: int) -> str:
         """Compile the methods for the batches of a plan, and return a sentence about the time this takes and saves.
 
-        The first image that can be read is explained, as often as the first batch has images, or at most twice if a
-        method has many passes. The exact methods explain images of another size and targets other than classes.
+        The first image that can be read is explained as a batch of copies: as many as the first batch has images, two
+        if some methods have many passes, and one if all have. Images of another size, and targets other than classes,
+        are explained by the exact methods.
 
         Args:
             plan: The batches.
@@ -136,15 +137,15 @@ class Network:
         loaded = next((loaded for loaded in map(self.load, slots) if loaded.input is not None), None)
         if loaded is None:
             return "not compiled: no image can be read, or each case has several inputs"
-        is_many = any(isinstance(method, MultiPassAttribution) for method in self.exact)
-        batch, seconds = [loaded] * min(len(next(iter(plan))), 2 if is_many else sys.maxsize), list[float]()
-        compiled = [method.compile() for method in self.exact]
-        # The first call of each is slower. That of many passes is slower by little, and takes long.
-        for methods in [self.exact, compiled, self.exact, compiled][is_many:]:
+        kinds = {isinstance(method, MultiPassAttribution) for method in self.exact}
+        most, rounds = (len(kinds), 2) if True in kinds else (sys.maxsize, 4)
+        batch, seconds = [loaded] * min(len(next(iter(plan))), most), list[float]()
+        for methods in (self.exact, [method.compile() for method in self.exact]) * rounds:
             self.methods, start = methods, perf_counter()
             self.explain(batch)
             seconds.append(perf_counter() - start)
-        saved = (seconds[-2] - seconds[-1]) / len(batch) / parallel
+        exact, compiled = (min(seconds[first::2]) for first in (2, 3))  # the first round compiles
+        saved = (exact - compiled) / len(batch) / parallel
         gain = f"saves {1000 * saved:.3g} ms an image: pays off from {sum(seconds) / saved:,.0f} images on"
         return f"compiled in {sum(seconds):.0f} s; {gain if saved > 0 else 'saves no time on these images'}"
 
