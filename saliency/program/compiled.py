@@ -146,7 +146,7 @@ class Programs:
             if (key, cached) in self._programs:
                 return self._programs[key, cached]
         if not compiles:
-            return "its images differ in size from those that were compiled for"
+            return "its images differ in size or number from those that were compiled for"
         with warnings.catch_warnings(action="ignore"):
             found = self._programs[key, is_single] = self._compile(x[:1] if is_single else x[:2])
         return found
