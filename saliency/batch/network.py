@@ -145,9 +145,10 @@ class Network:
             self.explain(batch)
             seconds.append(perf_counter() - start)
         exact, compiled = (min(seconds[first::2]) for first in (2, 3))  # the first round compiles
-        saved = (exact - compiled) / len(batch) / parallel
-        gain = f"saves {1000 * saved:.3g} ms an image: pays off from {sum(seconds) / saved:,.0f} images on"
-        return f"compiled in {sum(seconds):.0f} s; {gain if saved > 0 else 'saves no time on these images'}"
+        saved, text = (exact - compiled) / len(batch) / parallel, f"compiled in {sum(seconds):.0f} s; saves"
+        if saved <= 0:
+            return f"{text} no time on these images"
+        return f"{text} {1000 * saved:.3g} ms an image: pays off from {sum(seconds) / saved:,.0f} images on"
 
     def _as_target(self, target: int | str | Target) -> int | Target:
         """Return a target with the index of a class instead of its name."""

@@ -106,6 +106,15 @@ def test_the_time_and_the_gain_are_said_before_the_first_image(
     assert not any(progress.note for progress in said[1:])
 
 
+def test_a_run_that_gains_nothing_says_so(
+    source: Path, tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.perf_counter", lambda: 1.0)
+    said: list[Progress] = []
+    quick(source, tmp_path / "out", compile=True, limit=1, on_progress=said.append)
+    assert said[0].note == "compiled in 0 s; saves no time on these images"
+
+
 def test_a_run_is_resumed_with_and_without_programs(source: Path, tmp_path: Path, programs: Programs) -> None:
     quick(source, tmp_path / "exact", maps=True, batch_size=2)
     quick(source, tmp_path / "out", maps=True, batch_size=2, compile=True, limit=2)
