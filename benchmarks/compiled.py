@@ -1,11 +1,19 @@
-"""Compiled calls against eager calls, in turn on one thread: CPU time, and the time of the first, compiling call."""
+"""Compiled calls and runs against eager ones: `python -m benchmarks.compiled [calls|batch]`.
+
+calls: in turn on one thread, the CPU time, and the time of the first, compiling call.
+batch: images a second of `saliency batch --compile` on all cores, once the first batches are done, in turn with runs
+without it; and what the run says about its gain.
+"""
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torchvision
@@ -13,7 +21,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import saliency
+from benchmarks.folder import ours, photos
 from benchmarks.timing import interleaved, ratio
+from saliency.batch import Progress
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "efficientnet_lite0": partial(saliency.load, "efficientnet_lite0"),
@@ -27,6 +37,7 @@ CELLS: Sequence[tuple[str, int, Sequence[type[saliency.Attribution]]]] = (
     ),
     ("resnet50", 8, (saliency.GradCAM, saliency.GuidedBackprop, saliency.LRP)),
 )
+GAIN, ROUNDS, WARM_UP = 1.7, 2, 32
 
 
 def multiplication_rate() -> float:
@@ -55,9 +66,53 @@ def row(name: str, batch: int, method: saliency.Attribution, rate: float) -> str
     return f"| {name} | {batch} | {method.name} | {figures} |"
 
 
+def run(source: Path, model: nn.Module, method: str, *, compiles: bool) -> tuple[float, str]:
+    """Return the images a second of a run over photos after the first `WARM_UP` images, and its note."""
+    times, notes = list[float](), list[str]()
+
+    def report(progress: Progress) -> None:
+        if progress.note:
+            notes.append(progress.note)
+        else:
+            times.append(time.perf_counter())
+
+    ours(source, source.parent / "out", model, (method,), compile=compiles, on_progress=report)
+    return (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1]), "".join(notes)
+
+
+def runs(count: int) -> None:
+    """Print the table of runs over photos of 1000 x 750 pixels."""
+    print(f"\nRuns over {count} photos of 1000 x 750 pixels, overlays included; the best of {ROUNDS} runs in turn\n")
+    print("| network | method | eager, images a second | compiled | ratio | target | note of the run |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        source = photos(Path(folder, "photos"), count)
+        for name, create in NETWORKS.items():
+            torch.manual_seed(0)
+            model = create().eval()
+            if name == "resnet50":
+                vars(model)["preprocess"] = saliency.Preprocess((224, 224), resize=256)
+            for method in ("grad_cam", "lrp"):
+                rates: dict[bool, list[tuple[float, str]]] = {False: [], True: []}
+                for compiles in (False, True) * ROUNDS:
+                    rates[compiles].append(run(source, model, method, compiles=compiles))
+                (eager, _), (compiled, note) = max(rates[False]), max(rates[True])
+                target = f"{GAIN} {'holds' if compiled >= GAIN * eager else 'MISSED'}"
+                figures = f"{eager:.1f} | {compiled:.1f} | {compiled / eager:.2f} | {target} | {note}"
+                print(f"| {name} | {method} | {figures} |", flush=True)
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     warnings.simplefilter("ignore")
+    if sys.argv[1:2] != ["batch"]:
+        calls()
+    if sys.argv[1:2] != ["calls"]:
+        runs(int((sys.argv[2:] or ["160"])[0]))
+
+
+def calls() -> None:
+    """Print the table of calls."""
     torch.set_num_threads(1)
     print("\nCPU time at 224 px, one thread; the largest difference as a fraction of the largest value\n")
     rate = multiplication_rate()

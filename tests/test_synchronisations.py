@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad
+from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad, VanillaGradient
 from saliency.errors import NotApplicableError, SaliencyError
 from saliency.extending import TracedAttribution
 from saliency.hooks.operations import is_view
@@ -142,6 +142,12 @@ def test_no_method_waits_once_per_pass(method: type[Attribution], number: str) -
         return waits(lambda: own.attribute(x, 1))
 
     assert waits_in(48) == waits_in(24)
+
+
+def test_the_top_class_waits_no_longer_than_a_given_class() -> None:
+    method, x = VanillaGradient(normed().to(DEVICE).eval()), torch.randn(2, 3, 32, 32).to(DEVICE)
+    top = method.attribute(x).target
+    assert waits(lambda: method.attribute(x)) == waits(lambda: method.attribute(x, list(top)))
 
 
 def bare(model: nn.Module, x: Tensor) -> None:

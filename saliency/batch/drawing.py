@@ -100,7 +100,7 @@ class ExplainMapper(Mapper):
 
     def _measure(self, network: Network, loaded: LoadedImage, results: Results) -> dict[str, TrustCard | BaseException]:
         """Return the trust card of each method that explained an image."""
-        methods = [method for method in network.methods if method.name in loaded.slot.methods]
+        methods = [method for method in network.exact if method.name in loaded.slot.methods]
         explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
         shared = SharedResults()
         return {method.name: trust_card(method, loaded, self.output.seconds, shared=shared) for method in explained}

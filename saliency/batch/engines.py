@@ -34,7 +34,7 @@ from torch import nn
 
 from ..attribution.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
-from ..model.call import name_subjects
+from ..model.call import bound, name_subjects
 from .failures import BatchError, StoppedError, attempt, printable
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
@@ -75,11 +75,13 @@ class Mapper(ABC):
         options: The model, the methods and the target.
         out: Folder of the run.
         is_interrupted: Returns whether to start nothing more for the images in progress.
+        report: Called with a sentence about the preparation of the run.
     """
 
     options: NetworkOptions
     out: Path
     is_interrupted: Callable[[], bool] = bool
+    report: Callable[[str], object] = str
 
     @abstractmethod
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
@@ -115,7 +117,8 @@ class Worker:
         network = self._free.get()
         name_subjects(*(slot.entry.source for slot in batch))
         try:
-            results = self._mapper.compute(network, loaded)
+            with bound(compiles=False):  # tracing changes the state of the process
+                results = self._mapper.compute(network, loaded)
         finally:
             self._free.put(network)
         return [self.io.submit(self._mapper.finish, *image) for image in zip(loaded, results, strict=True)]
@@ -158,6 +161,10 @@ class LocalEngine:
         with ExitStack() as undo:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             threads = max(1, min(self.workers, count_cores()) // self.parallel)
+            if mapper.options.compile:
+                set_threads(threads)  # a program has as many threads as the thread that compiles it
+                notes = [network.compile(plan, self.parallel) for network in replicas]
+                mapper.report(notes[0])
             worker = Worker(mapper, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.
             pool = ThreadPoolExecutor(self.parallel + 1, "saliency-batch", set_threads, (threads,))
@@ -197,6 +204,8 @@ class SequentialEngine:
 def open_engine(options: NetworkOptions, run: RunOptions) -> AbstractContextManager[Engine]:
     """Return the engine of a run for a block; see `LocalEngine`, `find_devices` and `open_ray`."""
     if run.engine == "ray":
+        if options.compile:
+            raise BatchError("--compile (compile=True) is for this machine; leave it out, or use --engine local")
         return open_ray(options.device, run.workers)
     return nullcontext(LocalEngine(find_devices(options.device, options.model), run.workers))
 
@@ -329,7 +338,7 @@ class RayEngine:
         """Put the mapper and the model into the shared memory of the cluster."""
         name = mapper.options.model_name
         try:
-            mapper = replace(mapper, options=replace(mapper.options, model=name))
+            mapper = replace(mapper, options=replace(mapper.options, model=name), report=str)  # of this process
             return self._ray.put((mapper, copy.deepcopy(model).cpu()))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(f"{name} must be picklable for Ray: {_in_one_line(error)}") from error

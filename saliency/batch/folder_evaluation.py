@@ -79,6 +79,7 @@ def evaluate(
     recursive: bool = False,
     engine: Literal["local", "ray"] = "local",
     device: str = "auto",
+    compile: bool = False,
     workers: int | None = None,
     limit: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -114,6 +115,7 @@ def evaluate(
         recursive: Whether subfolders are searched, also for masks.
         engine: "local" for this machine, "ray" for a cluster, as for `saliency.batch`.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1".
+        compile: Whether the methods are compiled before the first image, as for `saliency.batch`.
         workers: Number of images that are measured in parallel on a CPU; by default one per core.
         limit: Largest number of images to measure, in the order of the sources.
         on_progress: Called with a `Progress` after every image.

@@ -38,12 +38,14 @@ class Progress:
         total: Number of images.
         fresh: Number of images explained by this run.
         failed: Number of images with an error.
+        note: Before the first image, a sentence about the preparation; otherwise empty.
     """
 
     done: int
     total: int
     fresh: int
     failed: int
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ class NetworkOptions(Options):
         detections: The number of detections to explain in each image, in descending order of probability, or "all";
             None to explain a single target of each image. If set, `target` is the class of the detections.
         device: Device names such as "auto", "cpu" or "cuda:0,cuda:1".
+        compile: Whether the methods are compiled. Results are equal up to rounding, so a resumed run may change this.
 
     Raises:
         BatchError: An option is invalid.
@@ -180,6 +183,7 @@ class NetworkOptions(Options):
     target: int | str | Target | None = None
     detections: int | Literal["all"] | None = None
     device: str = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):

@@ -41,15 +41,19 @@ def execute(mapper: Mapper, store: Store, engine: Engine, options: RunOptions) -
     if network.preprocess is None and not all(entry.is_volume or entry.inputs for entry in store.entries):
         raise BatchError(f"{mapper.options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
     store.prepare(network, engine.default_batch_size, engine.parallel)
+
+    def report(note: str = "") -> None:
+        if options.on_progress is not None:
+            options.on_progress(Progress(store.done, store.total, store.fresh, len(store.failed), note))
+
     with interruption() if store.resumes else nullcontext(bool) as is_interrupted:
-        mapper = replace(mapper, is_interrupted=is_interrupted)
+        mapper = replace(mapper, is_interrupted=is_interrupted, report=report)
         try:
             with closing(_compute(mapper, store, engine, model)) as images:
                 for rows in images:
                     _require_success(mapper, store, rows, strict=options.strict)
                     store.append(rows)
-                    if options.on_progress is not None:
-                        options.on_progress(Progress(store.done, store.total, store.fresh, len(store.failed)))
+                    report()
             if is_interrupted():
                 raise KeyboardInterrupt
         except KeyboardInterrupt:

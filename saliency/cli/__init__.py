@@ -191,7 +191,7 @@ similarity to the image.
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
         f"SOURCE --quiet --recursive --limit {_MODEL} --targets --detections --out --maps --trust --seconds "
-        "--restart --retry --strict --format --engine --batch-size --workers",
+        "--restart --retry --strict --format --engine --compile --batch-size --workers",
         "batch_commands:run",
         f"""\
 examples:
@@ -226,7 +226,7 @@ files:
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
         f"SOURCE --quiet --recursive --limit {_MODEL} --targets --metrics --objects --out --model-card "
-        "--engine --workers",
+        "--engine --compile --workers",
         "commands:evaluate",
         f"""\
 examples:
@@ -276,7 +276,7 @@ it marks what the model learned to use. Other rows are numbers.
     "serve": Command(
         "show a page on which a model explains photos: drop one, compare methods",
         "MODEL FOLDER --quiet --weights --classes --preprocess --whole --method --layer --set --device "
-        "--port --host --no-browser",
+        "--compile --port --host --no-browser",
         "commands:serve",
         """\
 examples:
@@ -290,6 +290,7 @@ Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
             "--method": f"method to start with; see saliency methods (default: {METHOD})",
             "--layer": "layer to start with; see saliency layers (default: automatic)",
             "--device": "cpu, cuda:1 or auto (default)",
+            "--compile": "compile the method to start with, before the page opens",
         },
     ),
     "export": Command(

@@ -306,6 +306,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     "execution": [
         Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
         Argument("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
+        Argument("--compile", "compile the methods first, which pays off for many images"),
         Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=int),
         Argument("--workers N", "number of threads (default: one per core)", type=int),
     ],

@@ -98,6 +98,8 @@ class Screen:
 
             def update(now: Progress) -> None:
                 text = f"{now.failed} failed" if now.failed else ""
+                if now.note and not self.quiet:
+                    self._err.print(now.note, soft_wrap=True)
                 bar.update(task, completed=now.done, total=now.total, failures=text, visible=now.total > 1)
 
             yield update

@@ -370,6 +370,7 @@ def serve(
     categories: Sequence[str] | Mapping[int, str] | None = None,
     whole: Whole = False,
     device: str = "auto",
+    compile: bool = False,
     host: str = "127.0.0.1",
     port: int = 0,
     browser: bool = True,
@@ -390,6 +391,7 @@ def serve(
         categories: Class names; by default the model's.
         whole: Whether the model sees the whole image, as for every method.
         device: As for `saliency.batch`; one device.
+        compile: Whether the method that the page begins with is compiled before, see `Attribution.compile`.
         host: The address of a network interface. By default, only this machine can connect; "0.0.0.0" is all
             interfaces, without encryption.
         port: The port; 0 for any free port.

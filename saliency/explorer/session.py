@@ -55,7 +55,7 @@ from ..io.atomic_write import SOFTWARE
 from ..io.geometry import Frame, scaled_size
 from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_images
 from ..io.preprocess import Preprocess, drawable
-from ..model.call import prepared_for_attribution, run_model
+from ..model.call import bound, prepared_for_attribution, run_model
 from ..model.dual_encoder import DualEncoder
 from ..model.inputs import requires_several
 from ..model.layers import scan_layers
@@ -163,7 +163,7 @@ class Session:
 
     Args:
         options: The model with its preprocessing and class names, the default method with its layer and options, the
-            device, and the style of drawings.
+            device, the style of drawings, and whether the default method is compiled.
         images: Images to offer, or a folder of images; by default a sample photo.
 
     Raises:
@@ -181,6 +181,7 @@ class Session:
             page = "saliency batch rgb=photos/ depth=depths/ writes a page for a model with several inputs"
             raise ModelError(f"the explorer shows models of one image; {page}")
         self._held: dict[str, HeldImage] = {}
+        self._compiled: Attribution | None = None
         noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
         batch = self._default.read(noise)
         with self._prepared():
@@ -190,6 +191,10 @@ class Session:
         self._inapplicable = self._without_attention(noise)
         if not self.asks:
             raise ModelError("the explorer finds no classes, boxes, regions or embeddings in the model's output")
+        if options.compile:  # before other threads run, because tracing changes the state of the process
+            self._compiled = self._default.compile()
+            with suppress(*USER_CODE_ERRORS):  # shown when the method is chosen
+                self._compiled.attribute(noise)
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -469,6 +474,8 @@ class Session:
     def _explanation(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Poll) -> Explanation:
         """Return the explanation. Maps of the passes so far are sent meanwhile, except for a draft."""
         method, batch = self._create(question, **draft), question.held.batch
+        if repr(method) == repr(self._compiled):  # the same method, layer and options
+            method = cast("Attribution", self._compiled)
         due = perf_counter() + PAUSE
 
         def listener(progress: float, so_far: Partial) -> None:
@@ -484,7 +491,7 @@ class Session:
                 send(self._answer(question, explanation, [], progress))
             due = perf_counter() + PAUSE
 
-        with method.call(batch, [question.target]), listening(listener):
+        with method.call(batch, [question.target]), bound(listener=listener, compiles=False):
             resolved = method.questions(question.target, batch.inputs, batch.frames)
             (result,) = method.explain_targets(batch.inputs, [resolved])
         return method.explanation(result, resolved, batch).to("cpu")

@@ -102,6 +102,7 @@ def explore(
     categories: Sequence[str] | Mapping[int, str] | None = None,
     whole: Whole = False,
     device: str = "auto",
+    compile: bool = False,
 ) -> Any:
     """Show the explorer in a notebook: Jupyter, VS Code, Colab and marimo.
 
@@ -120,6 +121,7 @@ def explore(
         categories: Class names; by default the model's.
         whole: Whether the model sees the whole image, as for every method.
         device: As for `saliency.batch`; one device.
+        compile: Whether the method that the page begins with is compiled before, see `Attribution.compile`.
 
     Raises:
         DependencyError: anywidget is not installed.

@@ -64,6 +64,8 @@ class Call(NamedTuple):
         checks: The checks that wait for the result; see `check_later`.
         compiled: Two compiled functions of passes and their questions. They return scores, and scores and gradients, or
             None for passes that cannot be compiled. None if the method is not compiled.
+        compiles: Whether a compiled method may compile, and checks whether the model has changed. False in the threads
+            of a run, which share a model that does not change.
     """
 
     values: Mapping[Any, Any] = {}
@@ -81,6 +83,7 @@ class Call(NamedTuple):
     subjects: tuple[str, ...] = ()
     checks: list[tuple[Tensor, Callable[..., None]]] | None = None
     compiled: Sequence[Callable[..., Any]] | None = None
+    compiles: bool = True
 
     @property
     def subject(self) -> str:

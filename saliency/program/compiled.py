@@ -62,6 +62,10 @@ class CompiledAttribution(Attribution):
         found = [result for result in results if result is not None]
         return found if len(found) == len(targets) else method.explain_targets(x, targets)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attribution:
+        """Return a copy of the method itself, because changes of the copied model would compile again each time."""
+        return copy.deepcopy(self.compiled[0], memo)
+
     def of_input(self, name: Key) -> Any:
         """Return the method itself for one of several inputs, which a program does not take."""
         return self.compiled[0].of_input(name)
@@ -130,16 +134,19 @@ class Programs:
 
     def _find(self, x: Tensor) -> CompiledProgram | str:
         """Return the program for images, or why there is none. The first images of a shape are compiled for."""
-        model = self._method.model
-        tensors = module_tensors(modules_of(model))
-        state = [*modules_and_hooks(model), *map(id, tensors), *map(tensor_version, tensors)]
-        if state != self._state:
-            self._programs.clear()
-            self._state, self._tensors = state, tensors  # kept, so that no id is used again
+        if compiles := current_call().compiles:
+            model = self._method.model
+            tensors = module_tensors(modules_of(model))
+            state = [*modules_and_hooks(model), *map(id, tensors), *map(tensor_version, tensors)]
+            if state != self._state:
+                self._programs.clear()
+                self._state, self._tensors = state, tensors  # kept, so that no id is used again
         key, is_single = (x.shape[1:], x.dtype, x.device), len(x) == 1
         for cached in (False, True)[: 1 + is_single]:
             if (key, cached) in self._programs:
                 return self._programs[key, cached]
+        if not compiles:
+            return "its images differ in size or number from those that were compiled for"
         with warnings.catch_warnings(action="ignore"):
             found = self._programs[key, is_single] = self._compile(x[:1] if is_single else x[:2])
         return found

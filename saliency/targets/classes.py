@@ -104,12 +104,17 @@ class ClassTarget(Target):
         if len(scores) != images.count:
             rows = f"{len(scores)} rows of scores for {plural(images.count, 'image')}"
             raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
-        count, link = images.class_count(scores.shape[1]), images.link(scores)
-        is_binary, classes = count > scores.shape[1], self.classes
-        if None in classes:
-            best = scores.detach()[:, 0] > threshold(link) if is_binary else scores.detach().argmax(1)
-            top = best.long().tolist()
-            classes = tuple(top[n] if cls is None else cls for n, cls in zip(images.numbers, classes, strict=True))
+        count, classes = images.class_count(scores.shape[1]), self.classes
+        is_binary = count > scores.shape[1]
+        if None in classes:  # with the smallest score, in one read
+            numbers = scores.detach()
+            best = numbers[:, 0] if is_binary else numbers.argmax(1)
+            smallest, *top = torch.cat([numbers.min()[None].float(), best.float()]).tolist()
+            link = images.link(scores, smallest)
+            top = [row > threshold(link) for row in top] if is_binary else top
+            classes = tuple(int(top[n]) if cls is None else cls for n, cls in zip(images.numbers, classes, strict=True))
+        else:
+            link = images.link(scores)
         for index in classes:
             require_class(index, count)
         return ClassScore(classes, link, is_binary)

@@ -126,12 +126,12 @@ class Images:
             raise TargetError(f"got {plural(names, 'class name')} for a model of {classes}; {hint}")
         return outputs
 
-    def link(self, scores: Tensor) -> Link:
-        """Return the function from scores (N, classes, ...) to probabilities."""
+    def link(self, scores: Tensor, smallest: float | None = None) -> Link:
+        """Return the function from scores (N, classes, ...) to probabilities. The smallest score may have been read."""
         if last := self.last_operation(scores):
             return cast("Link", last)
-        values = scores.detach().float()
-        if values.numel() and float(values.min()) >= 0:
+        if scores.numel() and (float(scores.detach().min()) if smallest is None else smallest) >= 0:
+            values = scores.detach().float()
             sums_to_one = scores.shape[1] > 1 and bool(((values.sum(1) - 1).abs() < 1e-3).all())
             if sums_to_one or (float(values.max()) <= 1 and self.is_probability(scores)):
                 return "identity"

@@ -69,6 +69,20 @@ def test_a_run_says_how_much_was_done_and_where(run: Run, source: Path, tmp_path
     assert "5 of 5 images done by earlier runs" in out
 
 
+def test_the_gain_of_compiling_is_printed_before_the_progress_unless_quiet(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("saliency.batch.network.load", lambda name, weights: Tiny())
+    monkeypatch.setattr("saliency.program.compiled.frozen", lambda graph, inputs, mode: graph)
+    words = ["batch", str(source), "--out", str(tmp_path / "out"), "--compile"]
+    assert main([*words, "--limit", "2", "--quiet"]) == 0
+    assert not "".join(capsys.readouterr())
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"compiled in \d+ s; saves .*\n", err)
+    assert "5 of 5 images done, 3 in this run" in out
+
+
 def test_the_output_folder_may_be_that_of_the_photos(run: Run, source: Path) -> None:
     out = run(source, "--recursive", "--out", source)[1]
     assert "left out" not in out

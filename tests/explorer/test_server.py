@@ -398,11 +398,11 @@ def test_the_command_takes_a_model_a_folder_or_both(
     known: dict[str, Any] = {}
     monkeypatch.setattr("saliency.explorer.server.serve", given(known))
     words = [str(tmp_path) if word == "FOLDER" else word for word in words]
-    options = ["--port", "9", "-m", "lrp", "--set", "steps=3", "--layer", "layer3", "--no-browser"]
+    options = ["--port", "9", "-m", "lrp", "--set", "steps=3", "--layer", "layer3", "--no-browser", "--compile"]
     assert main(["serve", *words, *options]) == 0
     assert known["model"] == ("efficientnet_lite0" if len(words) == 1 else "resnet18")
     assert (str(known["folder"]), known["method"], known["layer"]) == (str(tmp_path), "lrp", "layer3")
-    assert (known["port"], known["options"], known["browser"]) == (9, {"steps": 3}, False)
+    assert (known["port"], known["options"], known["browser"], known["compile"]) == (9, {"steps": 3}, False, True)
 
 
 def given(known: dict[str, Any]) -> Callable[..., None]:

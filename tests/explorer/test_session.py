@@ -234,6 +234,32 @@ def test_the_map_is_drawn_as_overlay_draws_it(name: str) -> None:
     assert row["score"] == pytest.approx(float(explanation.scores[0]))
 
 
+def test_the_default_method_is_compiled_before_the_first_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, runs = [0], [0]
+
+    def frozen(graph: Any, inputs: Any, mode: str | None) -> Callable[..., Any]:
+        compiled[0] += 1
+
+        def run(*inputs: torch.Tensor) -> Any:
+            runs[0] += 1
+            return graph(*inputs)
+
+        return run
+
+    monkeypatch.setattr("saliency.program.compiled.frozen", frozen)
+    session, exact = tiny(compile=True, whole="aspect"), tiny(whole="aspect")
+    assert compiled == [1]
+    before = runs[0]
+    for size in ((16, 16), (16, 24)):
+        shown = [answers(each, image=each.open(photo(size))["image"])[-1] for each in (session, exact)]
+        np.testing.assert_allclose(values(shown[0]), values(shown[1]), atol=1e-5)
+    assert runs[0] == before + 1  # an image of another size is explained by the method itself
+    assert "images differ in size" in shown[0]["row"]["notes"][0]
+    layer = session.about()["layers"][0]
+    answers(session, image=session.open(photo((16, 16)))["image"], methods=["grad_cam", "lrp"], layer=layer)
+    assert (compiled, runs[0]) == ([1], before + 1)
+
+
 def test_a_class_against_another_and_a_layer() -> None:
     session = tiny()
     image = session.open(0)["image"]

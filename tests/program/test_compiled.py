@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -141,6 +142,17 @@ def test_a_changed_model_is_compiled_again(change: Callable[[PooledNet], None], 
     change(model)
     require_same(fast.attribute(images(1), 1), method.attribute(images(1), 1))
     assert runs.graphs == 2
+
+
+def test_a_deep_copy_is_the_method_itself(runs: Runs) -> None:
+    fast = saliency.GradCAM(network()).compile()
+    exact = copy.deepcopy(fast)
+    assert type(exact) is saliency.GradCAM
+    assert exact.model is not fast.model
+    with torch.no_grad():
+        next(exact.model.parameters()).mul_(1.5)
+    assert not torch.equal(exact.attribute(images(1), 1).values, fast.attribute(images(1), 1).values)
+    assert runs.graphs == 1
 
 
 def test_what_cannot_be_a_program_runs_the_method_and_says_so_once(runs: Runs) -> None:
