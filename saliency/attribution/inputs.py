@@ -81,14 +81,20 @@ class InputExplanations(Mapping[Any, Explanation]):
 
     @property
     def shares(self) -> dict[Key, float | list[float]]:
-        """The sum of each input's values over the sum of all: a number, or a list with one for each of several cases.
+        """The signed sum of each input's values, over the magnitudes of all sums: a number, or a list with one per case.
 
-        Shares are signed and sum to 1. They mean parts of the score only for methods whose values sum to it.
+        The magnitudes of the shares sum to 1. An input that raises the score has a positive share, and one that lowers
+        it a negative share, for methods whose values do.
         """
         sums = self.sums
-        total = torch.stack([*sums.values()]).sum(0)
-        shares = {name: (rows / total).tolist() for name, rows in sums.items()}
+        whole = torch.stack([*sums.values()]).abs().sum(0).clamp(min=torch.finfo(torch.double).tiny)
+        shares = {name: (rows / whole).tolist() for name, rows in sums.items()}
         return {name: rows[0] if len(rows) == 1 else rows for name, rows in shares.items()}
+
+    def to(self, device: torch.device | str) -> InputExplanations:
+        """Return the explanations with their tensors on another device."""
+        explanations = {name: explanation.to(device) for name, explanation in self.explanations.items()}
+        return replace(self, explanations=explanations, others={k: v.to(device) for k, v in self.others.items()})
 
     def save(self, path: str | os.PathLike[str]) -> list[Path]:
         """Save the explanation of each input: `maps/cat.safetensors` gives `maps/cat.rgb.safetensors`, and so on.
