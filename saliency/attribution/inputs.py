@@ -81,10 +81,9 @@ class InputExplanations(Mapping[Any, Explanation]):
 
     @property
     def shares(self) -> dict[Key, float | list[float]]:
-        """The signed sum of each input's values, over the magnitudes of all sums: a number, or a list with one per case.
+        """The sum of each input's values over the magnitudes of all sums: a number, or a list of one for each case.
 
-        The magnitudes of the shares sum to 1. An input that raises the score has a positive share, and one that lowers
-        it a negative share, for methods whose values do.
+        Shares have the signs of the sums, and their magnitudes sum to 1.
         """
         sums = self.sums
         whole = torch.stack([*sums.values()]).abs().sum(0).clamp(min=torch.finfo(torch.double).tiny)
