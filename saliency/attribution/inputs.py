@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError
+from ..model.call import bound
 from ..model.inputs import Group, InputBatch, Key, ModelInputs
 from .explanation import Explanation
 
@@ -131,7 +132,8 @@ def explain_inputs(
         raise MethodError(f"explain={explain!r}: expected a list of images among {images}")
     explained = InputExplanations({}, inputs)
     if not is_together or any(isinstance(name, tuple) for name in names):
-        return replace(explained, explanations={name: attribute(explained.hold(name)) for name in names})
+        with bound(warned=set()):  # a warning about all inputs comes once
+            return replace(explained, explanations={name: attribute(explained.hold(name)) for name in names})
     batch = inputs.batch(*inputs.joined)
     whole = attribute(batch)
     parts = {

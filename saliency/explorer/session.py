@@ -545,12 +545,7 @@ class Session:
         return explanation
 
     def _send(
-        self,
-        question: PageQuestion,
-        result: Result,
-        caught: list[warnings.WarningMessage],
-        progress: float,
-        send: Send,
+        self, question: PageQuestion, result: Result, caught: list[warnings.WarningMessage], progress: float, send: Send
     ) -> None:
         """Send the columns of a row, and the drawn map: smoothed, NaN at outliers, but not clipped.
 
@@ -737,10 +732,6 @@ def _open_entry(entry: ImageEntry, draft: int | None) -> Image.Image:
     return open_image(entry.path, draft=draft) if is_file else entry.open()
 
 
-def _open_case(entry: ImageEntry, draft: int | None) -> Mapping[str, Any]:
-    return entry.open_inputs()
-
-
 def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
     """Return the names of the images in a folder or list, and functions that open them, with the option `draft`.
 
@@ -752,7 +743,7 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
     if isinstance(images, Mapping):
         if all(isinstance(source, str | os.PathLike) for source in images.values()):
             entries = find_images(images, recursive=True).entries
-            return [(printable(entry.label), partial(_open_case, entry)) for entry in entries]
+            return [(printable(entry.label), lambda draft, entry=entry: entry.open_inputs()) for entry in entries]
         return [("your inputs", lambda draft: images)]
     if isinstance(images, str | os.PathLike):
         entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
