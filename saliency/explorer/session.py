@@ -483,11 +483,8 @@ class Session:
 
     def _draft_options(self, question: PageQuestion, methods: int) -> Mapping[str, Any]:
         """Return the options of a first map; empty if the method needs none."""
-        if (
-            self._inputs
-            or question.key in question.held.results
-            or self._options.options.keys() & {"passes", "seconds", "steps"}
-        ):
+        are_set = self._options.options.keys() & {"passes", "seconds", "steps"}
+        if self._inputs or are_set or question.key in question.held.results:
             return {}
         if methods > 1 and issubclass(question.cls, TimedAttribution):
             # The other method must not wait for all passes of this one.
@@ -576,17 +573,12 @@ class Session:
     def trust(self, asked: Asked, check: Poll) -> PageAnswer:
         """Return the trust card of one method, in the form of the page of `saliency batch`."""
         question = self._question(asked, *_method_names(asked, 1))
+        image, batch = question.held.image, question.held.batch
+        if isinstance(batch, InputBatch):
+            image = batch.source.batch(self._inputs[question.index])
         with listening(lambda *_: check()):
-            seconds = asked.get("seconds", SECONDS)
-            card = trust(self._create(question), self._measured(question), question.target, seconds=seconds)
+            card = trust(self._create(question), image, question.target, seconds=asked.get("seconds", SECONDS))
         return {"trust": card_facts(card), "summary": card.summary, "notes": list(card.notes)}
-
-    def _measured(self, question: PageQuestion) -> Any:
-        """Return the image, or the input of a case, that a trust card changes."""
-        batch = question.held.batch
-        if not isinstance(batch, InputBatch):
-            return question.held.image
-        return batch.source.batch(self._inputs[question.index], as_channels=True)
 
     def save(self, asked: Asked, check: Poll) -> bytes | str:
         """Return the overlay or the figure of one method as PNG, or the Python code that draws the overlay.

@@ -302,16 +302,18 @@ def test_the_end_of_the_server_answers_questions_to_a_hung_model_and_does_not_wa
 
     async def act(client: Client, own: Explorer) -> list[Any]:
         own.session.open = hang  # type: ignore[assignment, method-assign]
-        pages = ({"x-page": page} for page in "ab")  # of one page, the second question may replace the first
-        questions = [asyncio.create_task(client.post("image/0", headers=page)) for page in pages]
-        await asyncio.to_thread(is_asked.wait)
+        questions = [asyncio.create_task(client.post("image/0"))]
+        await asyncio.to_thread(is_asked.wait)  # before the next question, which would replace it in the queue
+        questions.append(asyncio.create_task(client.post("image/0")))
+        while len(own._jobs) < 2:
+            await asyncio.sleep(0.01)
         own.end()
         return list(await asyncio.gather(*questions))
 
     answers = run(act)  # closes the explorer too
+    is_over.set()
     assert [answer.status_code for answer in answers] == [409] * 2
     assert answers[0].json()["error"] == "the server ended"
-    is_over.set()
 
 
 def test_two_thumbnails_are_drawn_at_once_and_each_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
