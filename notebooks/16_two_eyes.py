@@ -33,8 +33,8 @@ result = saliency.IntegratedGradients(network).attribute(scene.inputs, shape)
 result.shares
 
 # %% [markdown]
-# The shares are signed and sum to 1; `rest` is what the integral misses. The figure has one row for each input. Both
-# maps have one scale, so the map of the colours stays empty:
+# The shares are signed, and their magnitudes sum to 1; `rest` is what the integral misses. The figure has one row for
+# each input. Both maps have one scale, so the map of the colours stays empty:
 
 # %%
 saliency.figure(result, title=f"{network.categories[shape]}, in the depth only")

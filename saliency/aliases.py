@@ -67,6 +67,17 @@ def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
+def answered_on_class(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let calls without required arguments, as on a class, reach the function, which answers them in one sentence.
+
+    The missing arguments are `inspect.Parameter.empty`, so that the signature stays.
+    """
+    plain = cast("FunctionType", function)
+    defaults = plain.__defaults__ or ()
+    plain.__defaults__ = (inspect.Parameter.empty,) * (plain.__code__.co_argcount - len(defaults)) + defaults
+    return function
+
+
 def refuse_keywords(names: Collection[str], function: Callable[..., Any], method: Any) -> NoReturn:
     """Raise TypeError for unknown keywords of a function of a method, which may be options of the method."""
     name, parameters = next(iter(names)), list(inspect.signature(function).parameters)

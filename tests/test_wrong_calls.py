@@ -46,6 +46,35 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "an attribute of a class with a target": (lambda: API.LRP.attribute("x.jpg", 1), "(model).attribute(image)"),
     "an attribute of a class by keyword": (lambda: API.GradCAM.attribute(inputs=X), "GradCAM(model).attribute(image)"),
     "an attribute without image": (lambda: API.LRP(MODEL).attribute(), "LRP(model).attribute(image)"),
+    "classes of a class": (
+        lambda: API.LRP.attribute_classes("x.jpg", [0, 1]),
+        "(model).attribute_classes(image, [0, 1])",
+    ),
+    "classes without an image": (lambda: API.LRP(MODEL).attribute_classes(), "LRP(model).attribute_classes(image, ["),
+    "classes without targets": (lambda: METHOD.attribute_classes(X), "GradCAM(model).attribute_classes(image, ["),
+    "a compiled class": (lambda: API.GradCAM.compile(), "GradCAM(model).compile()"),
+    "a compiled class with a mode": (lambda: API.GradCAM.compile("reduce-overhead"), "GradCAM(model).compile()"),
+    "a measure of a class": (
+        lambda: API.metrics.Deletion.measure(METHOD.attribute(X)),
+        "Deletion().measure(explanation)",
+    ),
+    "a measure of nothing": (lambda: API.metrics.Deletion().measure(), "Deletion().measure(explanation)"),
+    "the class of a metric alone": (
+        lambda: API.metrics.measure(API.metrics.Deletion, METHOD.attribute(X)),
+        "create an object of it, Deletion(...)",
+    ),
+    "captum's tuple of baselines": (
+        lambda: API.IntegratedGradients(API.load("shapes_rgbd"), baseline=(X, X[:, :1])),
+        'baseline of several inputs is a mapping: baseline={"rgb": ..., "depth": ...}',
+    ),
+    "a list of baselines of several inputs": (
+        lambda: API.DeepLIFT(API.load("shapes_rgbd"), baseline=[X, X[:, :1]]),
+        'baseline of several inputs is a mapping: baseline={"rgb": ..., "depth": ...}',
+    ),
+    "captum's tuple as fills": (
+        lambda: API.Occlusion(API.load("shapes_rgbd"), fill=(X, X[:, :1])),
+        "fill=tuple is invalid; expected a finite number, one number per channel",
+    ),
     "a function as the model": (lambda: API.GradCAM(tiny_model), "call it: tiny_model()"),
     "weights as the model": (lambda: API.GradCAM(MODEL.state_dict()), 'saliency.load("mine.py:make", weights='),
     "a checkpoint with the model": (lambda: API.GradCAM({"model": MODEL}), "holds the module under ['model']"),
@@ -123,3 +152,5 @@ def test_a_wrong_call_names_the_cure(case: str) -> None:
 def test_the_image_of_attribute_is_shown_as_required() -> None:
     signature = str(inspect.signature(saliency.GradCAM.attribute)).replace("saliency.", "")
     assert "(self: 'Any', inputs: 'Any', target" in signature
+    signature = str(inspect.signature(saliency.GradCAM.attribute_classes))
+    assert "inputs: 'ImagesLike | Batch', targets: 'Sequence[TargetLike]', *" in signature

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import lazy
-from ..aliases import known_keywords, refuse_keywords
+from ..aliases import answered_on_class, known_keywords, refuse_keywords
 from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
 from ..io.axes import as_text
 from ..io.geometry import Frame
@@ -246,9 +246,10 @@ class Attribution(HasOptions, ABC):
     ) -> Explanation: ...
 
     @known_keywords
+    @answered_on_class
     def attribute(
-        self: Any = inspect.Parameter.empty,  # on a class, which `_refuse_call` answers
-        inputs: Any = inspect.Parameter.empty,  # shown as required
+        self: Any,
+        inputs: Any,
         target: TargetLike = None,
         *,
         forward_args: ForwardArgs = (),
@@ -285,7 +286,7 @@ class Attribution(HasOptions, ABC):
             SaliencyWarning: A float tensor looks like an image that was not normalised.
         """
         if inputs is inspect.Parameter.empty or not isinstance(self, Attribution):
-            _refuse_call(self)
+            _refuse_call(self, "attribute(image)")
         if unknown:
             refuse_keywords(unknown, self.attribute, self)
         if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, forward_args):
@@ -304,6 +305,7 @@ class Attribution(HasOptions, ABC):
             return method.explain_batch(batch, [target])[0]
 
     @known_keywords
+    @answered_on_class
     def attribute_classes(
         self,
         inputs: ImagesLike | Batch,
@@ -319,6 +321,8 @@ class Attribution(HasOptions, ABC):
             targets: Several targets, as for `attribute`.
             forward_args: As for `attribute`.
         """
+        if cast("Any", targets) is inspect.Parameter.empty or not isinstance(self, Attribution):
+            _refuse_call(self, "attribute_classes(image, [0, 1])")
         if unknown:
             refuse_keywords(unknown, self.attribute_classes, self)
         if isinstance(targets, str) or not isinstance(targets, list | tuple) or not targets:
@@ -329,6 +333,7 @@ class Attribution(HasOptions, ABC):
         with self.call(batch, targets, forward_args):
             return self.explain_batch(batch, targets)
 
+    @answered_on_class
     def compile(self, mode: str | None = None) -> Self:
         """Return this method with a compiled program of the model and the method, which takes less time.
 
@@ -342,6 +347,8 @@ class Attribution(HasOptions, ABC):
         Args:
             mode: As of `torch.compile`, such as "reduce-overhead" for CUDA graphs.
         """
+        if not isinstance(self, Attribution):
+            _refuse_call(self, "compile()")
         return cast("Self", lazy.compiled(self, mode))
 
     def call(
@@ -527,10 +534,10 @@ class Attribution(HasOptions, ABC):
         return f"{type(self).__name__}({type(self.model).__name__}{options})"
 
 
-def _refuse_call(method: object) -> NoReturn:
-    """Raise TypeError: `attribute` was called without an image, or on a class, whose first argument is the image."""
+def _refuse_call(method: object, call: str) -> NoReturn:
+    """Raise TypeError: a call lacks an argument, or is on a class, with its first argument as the method."""
     name = type(method).__name__ if isinstance(method, Attribution) else "GradCAM"
-    raise TypeError(f"attribute takes an image, and belongs to a method of a model: {name}(model).attribute(image)")
+    raise TypeError(f"{call} belongs to a method of a model: {name}(model).{call}")
 
 
 def _image_hint(image: object, target: object) -> str:

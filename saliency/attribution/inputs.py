@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MethodError
+from ..model.call import bound
 from ..model.inputs import Group, InputBatch, Key, ModelInputs
 from .explanation import Explanation
 
@@ -81,14 +82,19 @@ class InputExplanations(Mapping[Any, Explanation]):
 
     @property
     def shares(self) -> dict[Key, float | list[float]]:
-        """The sum of each input's values over the sum of all: a number, or a list with one for each of several cases.
+        """The sum of each input's values over the magnitudes of all sums: a number, or a list of one for each case.
 
-        Shares are signed and sum to 1. They mean parts of the score only for methods whose values sum to it.
+        Shares have the signs of the sums, and their magnitudes sum to 1.
         """
         sums = self.sums
-        total = torch.stack([*sums.values()]).sum(0)
-        shares = {name: (rows / total).tolist() for name, rows in sums.items()}
+        whole = torch.stack([*sums.values()]).abs().sum(0).clamp(min=torch.finfo(torch.double).tiny)
+        shares = {name: (rows / whole).tolist() for name, rows in sums.items()}
         return {name: rows[0] if len(rows) == 1 else rows for name, rows in shares.items()}
+
+    def to(self, device: torch.device | str) -> InputExplanations:
+        """Return the explanations with their tensors on another device."""
+        explanations = {name: explanation.to(device) for name, explanation in self.explanations.items()}
+        return replace(self, explanations=explanations, others={k: v.to(device) for k, v in self.others.items()})
 
     def save(self, path: str | os.PathLike[str]) -> list[Path]:
         """Save the explanation of each input: `maps/cat.safetensors` gives `maps/cat.rgb.safetensors`, and so on.
@@ -126,7 +132,8 @@ def explain_inputs(
         raise MethodError(f"explain={explain!r}: expected a list of images among {images}")
     explained = InputExplanations({}, inputs)
     if not is_together or any(isinstance(name, tuple) for name in names):
-        return replace(explained, explanations={name: attribute(explained.hold(name)) for name in names})
+        with bound(warned=set()):  # a warning about all inputs comes once
+            return replace(explained, explanations={name: attribute(explained.hold(name)) for name in names})
     batch = inputs.batch(*inputs.joined)
     whole = attribute(batch)
     parts = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,9 +222,8 @@ def _draw_case(result: InputExplanations, output: OutputOptions) -> Row:
     height = max(frame_of(explanation).image.height for explanation in maps)
     frames = [_of_height(frame_of(explanation), height) for explanation in maps]
     painted = [paint(frame, part, style.colormap, style.opacity) for frame, part in zip(frames, scaled, strict=True)]
-    fractions: dict[Any, Any] = result.shares
-    shares = {name: share for name, share in fractions.items() if math.isfinite(share)}  # of a sum of 0, none is
-    labels = [f"{name}: {round(100 * shares[name])} %" if shares else name for name in result]
+    shares: dict[Any, Any] = result.shares
+    labels = [f"{name}: {round(100 * shares[name])} %" for name in result]
     row = explanation_facts(maps[0], scaled[0], style.colormap) | {"shares": shares}
     row["layer"] = ", ".join(dict.fromkeys(part.layer for part in maps if part.layer)) or None
     row["overlay"] = encode_drawing(_side_by_side(painted, labels), f".{style.format}")

@@ -283,6 +283,7 @@ examples:
   saliency serve
   saliency serve resnet50 photos/ -m layer_cam
   saliency serve mine.py:detector --port 8000 --no-browser
+  saliency serve mine.py:fusion rgb=scene.png depth=depth.npy
 
 Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
 """,

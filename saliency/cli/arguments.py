@@ -242,7 +242,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("RUN_B", "another one, over the same images", dest="second", type=_path),
         Argument("RUN_SAME", "as RUN_A, with another seed; best three", dest="same", type=_path, nargs="*", default=[]),
         Argument("MODEL", f"as --model of saliency explain (default: {MODEL})", dest="model", nargs="?", default=MODEL),
-        Argument("FOLDER", "images to offer (default: a sample)", dest="folder", nargs="?", type=_path),
+        Argument("FOLDER", "images to offer, or rgb=FILE depth=FILE (default: a sample)", dest="folder", nargs="*"),
         Argument("PATTERN", "part of a name, or a pattern such as 'vit_*_384'", dest="pattern", nargs="?"),
         Argument("METHOD", "method to describe (default: list all)", dest="method", nargs="?"),
         Argument("--json", "print JSON"),

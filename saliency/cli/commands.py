@@ -372,8 +372,11 @@ def serve(arguments: argparse.Namespace, screen: Screen) -> int:
     methods, more = methods_and_images(arguments.methods or [METHOD])
     if len(methods) != 1 or more:
         raise UsageError("--method takes one method; the page offers all others")
-    if arguments.folder is None and os.path.isdir(arguments.model):  # noqa: PTH112 - unlike Path, never raises
-        arguments.model, arguments.folder = MODEL, arguments.model
+    words = arguments.folder
+    if not words and os.path.isdir(arguments.model):  # noqa: PTH112 - unlike Path, never raises
+        arguments.model, words = MODEL, [arguments.model]
+    paths = [word if "://" in word else Path(word).absolute() for word in words]  # a model may change the folder
+    arguments.folder = named_inputs(words) or (paths[0] if len(paths) == 1 else paths)
     values = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
     serve(**values)
     if any(thread.name == MODEL_THREAD for thread in threading.enumerate()):

@@ -176,7 +176,9 @@ class Explorer:
         async with self._uploads:
             content = await read_body(request, MOST_BYTES)
         name = unquote(request.headers.get("x-name", ""))[:MOST_NAME] or "image"
-        return json_response(await self._ask(request, lambda check: self.session.open(content, name), replaces=True))
+        case, index = request.query_params.get("case"), int(request.query_params.get("input", 0))
+        opened = self._ask(request, lambda check: self.session.open(content, name, case, index), replaces=True)
+        return json_response(await opened)
 
     async def offered(self, request: Request) -> Response:
         """Open an image of the folder."""
@@ -189,7 +191,8 @@ class Explorer:
 
     def picture(self, request: Request) -> Response:
         """Return an opened image as JPEG."""
-        return Response(self.session.picture(request.path_params["number"]), media_type="image/jpeg")
+        index = int(request.query_params.get("input", 0))
+        return Response(self.session.picture(request.path_params["number"], index), media_type="image/jpeg")
 
     async def thumbnail(self, request: Request) -> Response:
         """Return an image of the folder as a small JPEG."""
@@ -360,7 +363,7 @@ def dumped(answer: PageAnswer) -> bytes:
 
 def serve(
     model: str | nn.Module = "efficientnet_lite0",
-    folder: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | Mapping[Any, Any] | None = None,
     *,
     method: str = "grad_cam",
     layer: str | None = None,
@@ -382,7 +385,8 @@ def serve(
 
     Args:
         model: A name that `saliency.load` accepts, or a model, which stays unchanged.
-        folder: A folder or a list of images to offer, with subfolders.
+        folder: A folder or a list of images to offer, with subfolders. For a model with several inputs, a mapping of
+            the inputs of one case, or of a folder or file for each input.
         method: The method that the page begins with.
         layer: The layer that the page begins with; None for the default of each method.
         options: Options of the methods, applied to each method that has them.

@@ -23,17 +23,17 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from .._version import __version__
 from ..attribution.base import METHODS, Attribution, get_method, summary
 from ..attribution.explanation import Explanation
+from ..attribution.inputs import InputExplanations
 from ..attribution.options import is_per_input
 from ..attribution.passes import MultiPassAttribution, Partial, TimedAttribution, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import Failure, printable
-from ..batch.listing import ImageEntry
+from ..batch.listing import ARRAY, ImageEntry
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.options import NetworkOptions, OverlayStyle
 from ..batch.sources import find_images
@@ -49,21 +49,22 @@ from ..errors import (
     SaliencyError,
     SaliencyWarning,
     TargetError,
+    errors_as,
 )
 from ..evaluation.trust import trust
 from ..io.atomic_write import SOFTWARE
 from ..io.geometry import Frame, scaled_size
 from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_images
 from ..io.preprocess import Preprocess, drawable
-from ..model.call import bound, prepared_for_attribution, run_model
+from ..model.call import bound, run_model
 from ..model.dual_encoder import DualEncoder
-from ..model.inputs import requires_several
+from ..model.inputs import InputBatch, ModelInputs, requires_several
 from ..model.layers import scan_layers
 from ..render.blending import MOST_OPACITY
-from ..render.figure import as_png
+from ..render.figure import as_png, input_picture
 from ..render.overlay import encode_png, overlay
 from ..render.results import figure
-from ..render.scaling import DIVERGING, SEQUENTIAL, color_table, scale_map
+from ..render.scaling import DIVERGING, SEQUENTIAL, color_table, scale_map, shared_limit
 from ..targets.boxes import BoxTarget, as_place, box
 from ..targets.classes import ClassTarget, as_target, class_name, class_scores, contrast
 from ..targets.question import Categories
@@ -74,6 +75,7 @@ from ..validation import check_choice, check_number
 PageAnswer = dict[str, Any]
 Asked = Mapping[str, Any]
 Send = Callable[[PageAnswer], None]
+Result = Explanation | InputExplanations
 Poll = Callable[[], None]
 """Called between passes. It may raise `StoppedQuestion`."""
 
@@ -110,26 +112,23 @@ class Stop(threading.Event):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldImage:
-    """An image in memory.
+    """An image, or a case of several inputs, in memory.
 
     Attributes:
         name: The name of its file.
-        image: The decoded image.
-        batch: The model's input, and the image that is drawn.
+        image: The decoded image; or the inputs by name, as for `Attribution.attribute`.
+        batch: The model's input; the first photo of several inputs.
+        frames: The images that are drawn, with the positions of the inputs.
         facts: The facts that the page shows first: top classes, boxes, regions.
         results: The last complete explanations.
     """
 
     name: str
-    image: Image.Image
+    image: Any
     batch: Batch
+    frames: Sequence[Frame]
     facts: PageAnswer
-    results: dict[str, Explanation] = field(default_factory=dict)
-
-    @property
-    def frame(self) -> Frame:
-        """The image that is drawn, with the position of the input."""
-        return cast("Frame", self.batch.frames[0])
+    results: dict[str, Result] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +136,8 @@ class PageQuestion:
     """A question about one image and one method.
 
     Attributes:
-        held: The image.
+        held: The image, or the case.
+        index: The number of the input of a case; 0 for an image.
         cls: The class of the method.
         layer: The layer, if the method reads a layer; None for the default layer.
         target: The target.
@@ -145,6 +145,7 @@ class PageQuestion:
     """
 
     held: HeldImage
+    index: int
     cls: type[Attribution]
     layer: str | None
     target: Any
@@ -164,7 +165,8 @@ class Session:
     Args:
         options: The model with its preprocessing and class names, the default method with its layer and options, the
             device, the style of drawings, and whether the default method is compiled.
-        images: Images to offer, or a folder of images; by default a sample photo.
+        images: Images to offer, or a folder of images; by default a sample photo. For a model with several inputs, a
+            mapping of the inputs of one case, as for `Attribution.attribute`, or of a folder or file for each input.
 
     Raises:
         SaliencyError: The model cannot be loaded, has no preprocessing, or an option is invalid.
@@ -177,32 +179,57 @@ class Session:
         self.model = move_model(load_model(options), device)
         require_options(options.options, METHODS.values())
         self._default = create_method(get_method(options.methods[0]), options, self.model)
-        if requires_several(self.model) or is_per_input(self._default.preprocess):
-            page = "saliency batch rgb=photos/ depth=depths/ writes a page for a model with several inputs"
-            raise ModelError(f"the explorer shows models of one image; {page}")
         self._held: dict[str, HeldImage] = {}
         self._compiled: Attribution | None = None
-        noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
-        batch = self._default.read(noise)
-        with self._prepared():
+        self._inputs = list[Any]()  # the names of the images of a case, the first photo first
+        example: Any = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+        if isinstance(images, Mapping):
+            _, example = self._open_offered(0)
+            inputs = self._read_inputs(example)
+            self._inputs = sorted(inputs.frames, key=lambda name: name != inputs.first)
+        elif requires_several(self.model) or is_per_input(self._default.preprocess):
+            cure = (
+                'saliency.explore(model, {"rgb": image, "depth": depth}), or saliency serve MODEL rgb=FILE depth=FILE'
+            )
+            raise ModelError(f"the explorer needs the inputs of a model with several by name: {cure}")
+        batch = self._read(example)
+        with self._default.call(batch), torch.no_grad():
             self._scan = scan_layers(self.model, batch.inputs)
             output = run_model(self.model, batch.inputs)
             self.asks = self._questions(output, batch)
-        self._inapplicable = self._without_attention(noise)
+        self._inapplicable = self._without_attention(example)
         if not self.asks:
             raise ModelError("the explorer finds no classes, boxes, regions or embeddings in the model's output")
         if options.compile:  # before other threads run, because tracing changes the state of the process
             self._compiled = self._default.compile()
             with suppress(*USER_CODE_ERRORS):  # shown when the method is chosen
-                self._compiled.attribute(noise)
+                self._compiled.attribute(example)
 
-    @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        method = self._default
-        with prepared_for_attribution(self.model, layout=method.layout), torch.no_grad():
-            yield
+    def _read_inputs(self, inputs: Mapping[Any, Any]) -> ModelInputs:
+        return ModelInputs(self.model, inputs, lambda name: self._default.of_input(name).preprocess)
 
-    def _without_attention(self, image: NDArray[np.uint8]) -> dict[str, str]:
+    def _read(self, image: Any) -> Batch:
+        """Read an image, or a case of several inputs, whose first photo is returned.
+
+        Raises:
+            ImageError: The image cannot be read, or the case has not one image of each name.
+        """
+        if not self._inputs:
+            return self._default.read(image)
+        inputs = self._read_inputs(image)
+        shapes = {name: tuple(inputs.values[name].shape) for name in inputs.frames}
+        if {*shapes} != {*self._inputs} or any(len(shape) != 4 or shape[0] > 1 for shape in shapes.values()):
+            raise ImageError(f"expected one image for each of {', '.join(map(str, self._inputs))}, got {shapes}")
+        return inputs.batch(self._inputs[0])
+
+    def _frames(self, batch: Batch) -> list[Frame]:
+        """Return the images that are drawn; of inputs that were given as tensors, pictures."""
+        if not isinstance(batch, InputBatch):
+            return [cast("Frame", batch.frames[0])]
+        source = batch.source
+        return [source.frames[name][0] or input_picture(source.values[name][0]) for name in self._inputs]
+
+    def _without_attention(self, image: Any) -> dict[str, str]:
         """Return the methods that need attention which the model lacks, with the reason."""
         reasons: dict[str, str] = {}
         for name, cls in METHODS.items():
@@ -251,11 +278,12 @@ class Session:
         ]
         return {
             "model": self._options.model_name,
+            "inputs": list(map(str, self._inputs)),
             "version": __version__,
             "methods": methods,
             "method": self._default.name,
             "layers": [layer.name for layer in self._scan.spatial if not _HIDDEN.search(layer.name)],
-            "layer": self._scan.default if self._options.layer is None else self._options.layer,
+            "layer": self._options.layer or (None if self._inputs else self._scan.default),
             "classes": None if names is None else list(names),
             "asks": list(self.asks),
             "images": [{"index": index, "name": name} for index, (name, _) in enumerate(self._offered)],
@@ -267,41 +295,47 @@ class Session:
 
     # Images
 
-    def open(self, image: bytes | int, name: str = "image") -> PageAnswer:
+    def open(self, image: bytes | int, name: str = "image", case: Any = None, index: int = 0) -> PageAnswer:
         """Open the file of an image, or the offered image with this number, and return its facts.
+
+        Args:
+            image: The file, or the number.
+            name: The name of the file.
+            case: The number of an opened case of several inputs, of which the file replaces one.
+            index: The number of this input.
 
         Raises:
             ImageError: The image cannot be read, or is too large.
             UnknownImageError: No image with this number is offered.
         """
+        opened: Any
         if isinstance(image, int):
-            name, decoded = self._open_offered(image)
+            name, opened = self._open_offered(image)
+        elif self._inputs and name.endswith(ARRAY):
+            with errors_as(ImageError, f"{name!r} cannot be read"):
+                opened = np.load(io.BytesIO(image))
         else:
-            decoded = decode(io.BytesIO(image), name, MOST_PIXELS)
-        batch = self._default.read(decoded)
-        with self._prepared():
+            opened = decode(io.BytesIO(image), name, MOST_PIXELS)
+        if self._inputs and not isinstance(image, int):
+            opened = {**self._find(case).image, self._inputs[index]: opened}
+        batch = self._read(opened)
+        with self._default.call(batch), torch.no_grad():
             facts = self._facts(batch)
         number = secrets.token_hex(8)
-        self._held[number] = HeldImage(printable(name), decoded, batch, facts)
-        sizes = [entry.image.width * entry.image.height for entry in self._held.values()]
+        self._held[number] = HeldImage(printable(name), opened, batch, self._frames(batch), facts)
+        sizes = [sum(frame.image.width * frame.image.height for frame in held.frames) for held in self._held.values()]
         while len(sizes) > 1 and (len(sizes) > HELD_IMAGES or sum(sizes) > HELD_PIXELS):
             del self._held[next(iter(self._held))], sizes[0]
         return self.facts(number)
 
     def facts(self, number: str) -> PageAnswer:
-        """Return the facts of an opened image. Raises UnknownImageError."""
+        """Return the facts of an opened image, or of a case. Raises UnknownImageError."""
         held = self._find(number)
-        width, height = held.frame.image.size
-        return {
-            "image": number,
-            "name": held.name,
-            "width": width,
-            "height": height,
-            "box": list(held.frame.box),
-            **held.facts,
-        }
+        sizes = [(frame.image.size, list(frame.box)) for frame in held.frames]
+        images = [{"width": width, "height": height, "box": box} for (width, height), box in sizes]
+        return {"image": number, "name": held.name, "images": images, **images[0], **held.facts}
 
-    def _open_offered(self, index: int, draft: int | None = None) -> tuple[str, Image.Image]:
+    def _open_offered(self, index: int, draft: int | None = None) -> tuple[str, Any]:
         """Return the name of an offered image, and the image. Raises UnknownImageError, or ImageError."""
         if not 0 <= index < len(self._offered):
             raise UnknownImageError(f"no image {index}; {len(self._offered)} are offered")
@@ -311,8 +345,11 @@ class Session:
     def thumbnail(self, index: int) -> bytes:
         """Return an offered image as JPEG, with no side longer than 160. Raises errors as `open`."""
         _, image = self._open_offered(index, THUMBNAIL_SIDE)
-        image = shrink(drawable(image, cast("Preprocess", self._default.preprocess).range), THUMBNAIL_SIDE)
-        return encode(image, "JPEG", quality=PICTURE_QUALITY)
+        if self._inputs:
+            image = self._frames(self._read(image))[0].image
+        else:
+            image = drawable(image, cast("Preprocess", self._default.preprocess).range)
+        return encode(shrink(image, THUMBNAIL_SIDE), "JPEG", quality=PICTURE_QUALITY)
 
     def _find(self, number: Any) -> HeldImage:
         held = self._held.get(number) if isinstance(number, str) else None
@@ -320,9 +357,9 @@ class Session:
             raise UnknownImageError("the image is not in memory any more; open it again")
         return held
 
-    def picture(self, number: str) -> bytes:
+    def picture(self, number: str, index: int = 0) -> bytes:
         """Return an opened image as JPEG, upright, with no side longer than 1600. Raises UnknownImageError."""
-        return encode(shrink(self._find(number).frame.image, PICTURE_SIDE), "JPEG", quality=PICTURE_QUALITY)
+        return encode(shrink(self._find(number).frames[index].image, PICTURE_SIDE), "JPEG", quality=PICTURE_QUALITY)
 
     def _facts(self, batch: Batch) -> PageAnswer:
         """Return the top classes, the boxes and the regions of one image."""
@@ -398,7 +435,8 @@ class Session:
         if asked.get("options"):
             raise MethodError("the options of methods are set when the explorer starts: --set OPTION=VALUE")
         target = asked.get("target")
-        return PageQuestion(held, cls, layer, *read_target(self._default_target(held) if target is None else target))
+        asked_target = read_target(self._default_target(held) if target is None else target)
+        return PageQuestion(held, asked.get("input", 0), cls, layer, *asked_target)
 
     def _create(self, question: PageQuestion, **draft: Any) -> Attribution:
         """Create the method of a question, with options of a draft."""
@@ -450,7 +488,8 @@ class Session:
 
     def _draft_options(self, question: PageQuestion, methods: int) -> Mapping[str, Any]:
         """Return the options of a first map; empty if the method needs none."""
-        if question.key in question.held.results or self._options.options.keys() & {"passes", "seconds", "steps"}:
+        are_set = self._options.options.keys() & {"passes", "seconds", "steps"}
+        if self._inputs or are_set or question.key in question.held.results:
             return {}
         if methods > 1 and issubclass(question.cls, TimedAttribution):
             # The other method must not wait for all passes of this one.
@@ -465,14 +504,14 @@ class Session:
             if explanation is None:
                 explanation = self._explanation(question, draft, send, check)
                 if draft and ("seconds" not in draft or explanation.run_stats[0].stopped != "complete"):
-                    send(self._answer(question, explanation, caught, 0.0))
+                    self._send(question, explanation, caught, 0.0, send)
                     return False
                 explanation = self._keep(question, explanation)
-            send(self._answer(question, explanation, caught, 1.0))
+            self._send(question, explanation, caught, 1.0, send)
         return True
 
-    def _explanation(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Poll) -> Explanation:
-        """Return the explanation. Maps of the passes so far are sent meanwhile, except for a draft."""
+    def _explanation(self, question: PageQuestion, draft: Mapping[str, Any], send: Send, check: Poll) -> Result:
+        """Return the explanation. Maps of the passes so far are sent meanwhile, except for a draft and a case."""
         method, batch = self._create(question, **draft), question.held.batch
         if repr(method) == repr(self._compiled):  # the same method, layer and options
             method = cast("Attribution", self._compiled)
@@ -483,51 +522,69 @@ class Session:
             check()
             if draft or progress >= 1 or perf_counter() < due:
                 return
-            result = so_far()
+            result = None if self._inputs else so_far()
             if result is None:
                 send({"method": method.name, "progress": progress, "done": False})
             else:
                 explanation = method.explanation(result, resolved, batch).to("cpu")
-                send(self._answer(question, explanation, [], progress))
+                self._send(question, explanation, [], progress, send)
             due = perf_counter() + PAUSE
 
-        with method.call(batch, [question.target]), bound(listener=listener, compiles=False):
-            resolved = method.questions(question.target, batch.inputs, batch.frames)
-            (result,) = method.explain_targets(batch.inputs, [resolved])
+        with bound(listener=listener, compiles=False):
+            if self._inputs:
+                return cast("InputExplanations", method.attribute(question.held.image, question.target)).to("cpu")
+            with method.call(batch, [question.target]):
+                resolved = method.questions(question.target, batch.inputs, batch.frames)
+                (result,) = method.explain_targets(batch.inputs, [resolved])
         return method.explanation(result, resolved, batch).to("cpu")
 
-    def _keep(self, question: PageQuestion, explanation: Explanation) -> Explanation:
+    def _keep(self, question: PageQuestion, explanation: Result) -> Result:
         """Keep a complete explanation, with the settings of the question, and return it."""
-        explanation, results = replace(explanation, settings=self._create(question).settings), question.held.results
+        results = question.held.results
+        if isinstance(explanation, Explanation):  # of a case, no draft was computed
+            explanation = replace(explanation, settings=self._create(question).settings)
         results[question.key] = explanation
         if len(results) > HELD_RESULTS:
             del results[next(iter(results))]
         return explanation
 
-    def _answer(
-        self, question: PageQuestion, explanation: Explanation, caught: list[warnings.WarningMessage], progress: float
-    ) -> PageAnswer:
-        """Return the columns of a row, and the drawn map: smoothed, NaN at outliers, but not clipped."""
-        style, frame = OverlayStyle(), question.held.frame
-        scaled = scale_map(explanation, style.sign, style.percentile, smoothing=style.smoothing)
-        whole = scale_map(explanation, style.sign, None, smoothing=style.smoothing)
-        values = whole.values * np.float32(whole.limit - whole.floor) + np.float32(whole.floor)
-        if scaled.outliers is not None:
-            values[scaled.outliers > 0] = np.nan
-        row = explanation_facts(explanation, scaled, style.colormap)
-        row["target_box"] = scaled.placed_box(frame)
-        notes = [str(warning.message) for warning in caught if issubclass(warning.category, SaliencyWarning)]
-        row["notes"] = list(dict.fromkeys([*notes, *filter(None, explanation.notes)]))
-        height, width = values.shape
-        drawn = {"width": width, "height": height, "values": values.astype("<f4").tobytes()}
-        return {"method": question.cls.name, "row": row, "map": drawn, "progress": progress, "done": progress == 1}
+    def _send(
+        self, question: PageQuestion, result: Result, caught: list[warnings.WarningMessage], progress: float, send: Send
+    ) -> None:
+        """Send the columns of a row, and the drawn map: smoothed, NaN at outliers, but not clipped.
+
+        Of a case, send them for each input, on one scale, with its share.
+        """
+        style, limit, parts, shares = OverlayStyle(), None, list[Any]([result]), list[Any]([None])
+        scale: dict[str, Any] = {"sign": style.sign, "smoothing": style.smoothing}
+        if isinstance(result, InputExplanations):
+            parts, of_input = [result[name] for name in self._inputs], result.shares
+            shares = [of_input[name] for name in self._inputs]
+            limit = shared_limit(parts, percentile=style.percentile, **scale)
+        for index, (explanation, frame) in enumerate(zip(parts, question.held.frames, strict=True)):
+            scaled = scale_map(explanation, percentile=style.percentile, limit=limit, **scale)
+            whole = scale_map(explanation, percentile=None, **scale)
+            values = whole.values * np.float32(whole.limit - whole.floor) + np.float32(whole.floor)
+            if scaled.outliers is not None:
+                values[scaled.outliers > 0] = np.nan
+            row = explanation_facts(explanation, scaled, style.colormap)
+            row["target_box"] = None if index else scaled.placed_box(frame)
+            row["share"] = shares[index]
+            notes = [str(warning.message) for warning in caught if issubclass(warning.category, SaliencyWarning)]
+            row["notes"] = list(dict.fromkeys([*notes, *filter(None, explanation.notes)]))
+            height, width = values.shape
+            drawn = {"width": width, "height": height, "values": values.astype("<f4").tobytes()}
+            about = {"method": question.cls.name, "input": index, "progress": progress, "done": progress == 1}
+            send({**about, "row": row, "map": drawn})
 
     def trust(self, asked: Asked, check: Poll) -> PageAnswer:
         """Return the trust card of one method, in the form of the page of `saliency batch`."""
         question = self._question(asked, *_method_names(asked, 1))
+        image, batch = question.held.image, question.held.batch
+        if isinstance(batch, InputBatch):
+            image = batch.source.batch(self._inputs[question.index])
         with listening(lambda *_: check()):
-            seconds = asked.get("seconds", SECONDS)
-            card = trust(self._create(question), question.held.image, question.target, seconds=seconds)
+            card = trust(self._create(question), image, question.target, seconds=asked.get("seconds", SECONDS))
         return {"trust": card_facts(card), "summary": card.summary, "notes": list(card.notes)}
 
     def save(self, asked: Asked, check: Poll) -> bytes | str:
@@ -550,13 +607,19 @@ class Session:
             explanation = self._keep(question, self._explanation(question, {}, lambda answer: None, check))
         if form == "figure":
             return as_png(figure(explanation), FIGURE_DPI)
+        frame = question.held.frames[question.index]
+        if isinstance(explanation, InputExplanations):
+            explanation = replace(explanation[self._inputs[question.index]], frames=(frame,))
         drawing = overlay(explanation, **style)
         if alpha is not None:
-            drawing = Image.blend(question.held.frame.image, drawing, alpha)
+            drawing = Image.blend(frame.image, drawing, alpha)
         return encode_png(np.asarray(drawing), SOFTWARE)
 
     def _code(self, question: PageQuestion, style: Mapping[str, Any], alpha: float | None) -> str:
-        """Return the Python code that draws the overlay, with the weight `alpha` unless it is None."""
+        """Return the Python code that draws the overlay, with the weight `alpha` unless it is None.
+
+        Of a case, it draws the figure.
+        """
         options, cls, name = self._options, question.cls, question.held.name
         weights = {} if options.weights == "default" else {"weights": options.weights}
         model = f"saliency.load({options.model!r}{_keywords(weights)})"
@@ -566,13 +629,17 @@ class Session:
         keywords |= {"layer": question.layer} if question.layer else {}
         keywords |= {"whole": options.whole} if options.whole else {}
         keywords |= {"preprocess": options.preprocess} if isinstance(options.preprocess, Mapping) else {}
+        lines = [f"model = {model}", f"method = saliency.{cls.__name__}(model{_keywords(keywords)})"]
+        if self._inputs:
+            entries = ", ".join(f"{entry!r}: ..." for entry in question.held.image)
+            lines += [f"result = method.attribute({{{entries}}}, {question.code})  # your inputs"]
+            lines += [f"saliency.figure(result).savefig({f'{cls.name}.png'!r})"]
+            return "\n".join(["import saliency", "", *lines, ""])
         imports, blend = ["import saliency"], []
         if alpha is not None:
             imports.append("from PIL import Image")
             blend.append(f"drawing = Image.blend(explanation.frames[0].image, drawing, {alpha!r})")
-        lines = [
-            f"model = {model}",
-            f"method = saliency.{cls.__name__}(model{_keywords(keywords)})",
+        lines += [
             f"explanation = method.attribute({name!r}, {question.code})",
             f"drawing = saliency.overlay(explanation{_keywords(style)})",
             *blend,
@@ -664,12 +731,19 @@ def _open_entry(entry: ImageEntry, draft: int | None) -> Image.Image:
     return open_image(entry.path, draft=draft) if is_file else entry.open()
 
 
-def _offered(images: Any) -> list[tuple[str, Callable[..., Image.Image]]]:
+def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
     """Return the names of the images in a folder or list, and functions that open them, with the option `draft`.
+
+    Of a mapping of files or folders, the functions open cases of several inputs.
 
     Raises:
         ImageError: The folder does not exist, or contains no image.
     """
+    if isinstance(images, Mapping):
+        if all(isinstance(source, str | os.PathLike) for source in images.values()):
+            entries = find_images(images, recursive=True).entries
+            return [(printable(entry.label), lambda draft, entry=entry: entry.open_inputs()) for entry in entries]
+        return [("your inputs", lambda draft: images)]
     if isinstance(images, str | os.PathLike):
         entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
         if not entries:

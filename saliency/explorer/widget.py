@@ -68,9 +68,11 @@ class Conversation:
                 case "about":
                     send(session.about())
                 case "image":
-                    send(session.open(bytes(buffers[0]) if buffers else body["index"], message.get("file") or ""))
+                    image = bytes(buffers[0]) if buffers else body["index"]
+                    replaced = body.get("replaced"), int(body.get("input", 0))
+                    send(session.open(image, message.get("file") or "", *replaced))
                 case "picture":
-                    send_file(session.picture(body["image"]), "image/jpeg")
+                    send_file(session.picture(body["image"], body["input"]), "image/jpeg")
                 case "thumbnail":
                     send_file(session.thumbnail(body["index"]), "image/jpeg")
                 case "explain":
@@ -92,7 +94,7 @@ class Conversation:
 
 def explore(
     model: str | nn.Module = "efficientnet_lite0",
-    images: ImagesLike | None = None,
+    images: ImagesLike | Mapping[Any, Any] | None = None,
     *,
     method: str = "grad_cam",
     layer: str | None = None,
@@ -112,7 +114,8 @@ def explore(
     Args:
         model: A name that `saliency.load` accepts, or a model, which stays unchanged.
         images: A folder, an image or a list of images to offer; by default a sample photo. Other images can be
-            dropped on the page.
+            dropped on the page. For a model with several inputs, a mapping of the inputs of one case, as for
+            `Attribution.attribute`, or of a folder or file for each input.
         method: The method that the page begins with.
         layer: The layer that the page begins with; None for the default of each method.
         options: Options of the methods, applied to each method that has them.

@@ -16,16 +16,18 @@ from PIL import Image
 from torch import Tensor
 
 from ..attribution.estimates import normal
-from ..attribution.options import ConvertedOption, of_input
+from ..attribution.options import ConvertedOption, is_per_input, of_input
 from ..errors import MethodError, did_you_mean, optional_import
 from ..io.axes import along_axes, at_least_float32, require_two_axes, spatial
 from ..io.inputs import ImageLike, Prepare, read
-from ..model.inputs import Key, by_input
+from ..model.inputs import Key, by_input, requires_several
 from ..validation import check_number, described, is_real
 
 BASELINES = ("mean", "black", "white", "blur", "noise")
 BASELINE_BLUR = 0.1
 """The standard deviation of the "blur" baseline, as a fraction of the image's shorter edge."""
+
+BY_NAME = '{0} of several inputs is a mapping: {0}={{"rgb": ..., "depth": ...}}'
 
 FILLS = ("mean", "blur", "inpaint")
 FILL_BLUR = 1 / 20
@@ -90,6 +92,8 @@ def _resolved(option: str, like: object, preprocess: Prepare) -> ResolvedBaselin
             f"{option}={described(like)} is invalid; expected one of {', '.join(BASELINES)}, a number, a "
             f"tensor, an image, the path of one, or a list of these{did_you_mean(described(like), BASELINES)}"
         )
+    if is_per_input(preprocess):
+        raise MethodError(BY_NAME.format(option))
     values = read(like, preprocess).inputs
     shape = "x".join(map(str, values.shape))
     name = os.fsdecode(like) if isinstance(like, str | os.PathLike) else f"{type(like).__name__} {shape}"
@@ -101,6 +105,8 @@ class BaselineOption(ConvertedOption[BaselineLike, ResolvedBaseline | list[Resol
 
     def convert(self, method: Any, value: Any) -> ResolvedBaseline | list[ResolvedBaseline]:
         """Return the checked baselines, or the default."""
+        if isinstance(value, tuple) and requires_several(method.model):  # as captum's
+            raise MethodError(BY_NAME.format(self.name))
         is_default = isinstance(value, str) and value == self.default
         return self.default if is_default else resolve_baseline(self.name, value, method.preprocess)
 
@@ -177,7 +183,7 @@ def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
         return float(like)
     if isinstance(like, list | tuple) and like and all(map(is_real, like)):
         return tuple(map(float, like))
-    got = repr(like)
+    got = described(like)
     if isinstance(like, Tensor):
         image = like[0] if like.dim() in (4, 5) and len(like) == 1 else like
         if image.dim() == (4 if like.dim() == 5 else 3) and image.is_floating_point() and torch.isfinite(image).all():
@@ -185,7 +191,7 @@ def resolve_fill(option: str, like: object, *, partial: str = "") -> Fill:
         got = f"a {like.dtype} tensor of shape {tuple(like.shape)}"
     raise MethodError(
         f"{option}={got} is invalid; expected a finite number, one number per channel, one of {', '.join(FILLS)}, or a "
-        f"finite float tensor (C, H, W) as the model takes it{did_you_mean(str(like), FILLS)}"
+        f"finite float tensor (C, H, W) as the model takes it, or a mapping by input{did_you_mean(str(like), FILLS)}"
     )
 
 

@@ -127,7 +127,8 @@ class ModelInputs:
         values: The inputs as the model takes them.
         frames: The images among them, with the position of each on its original image.
         joined: The floating-point tensors among them, which gradients reach.
-        geometries: The position of the first photo of each case, or of its first image, to which targets refer.
+        first: The first photo, or the first image if there is no photo, to which targets refer.
+        geometries: The position of this image of each case.
     """
 
     def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
@@ -165,9 +166,10 @@ class ModelInputs:
         self.joined = tuple(name for name in floats if self.values[name].shape[:1] in ((1,), (self.count,)))
         for name in self.joined:  # one row serves all images
             self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
-        first = next((name for name, frames in self.frames.items() if frames[0] is not None), next(iter(self.frames)))
-        size = tuple(self.values[first].shape[2:])
-        self.geometries = tuple(Geometry.of(frame, size) for frame in self.frames[first])
+        photos = (name for name, frames in self.frames.items() if frames[0] is not None)
+        self.first = next(photos, next(iter(self.frames)))
+        size = tuple(self.values[self.first].shape[2:])
+        self.geometries = tuple(Geometry.of(frame, size) for frame in self.frames[self.first])
 
     def named(self, arguments: Any) -> Any:
         """Return further arguments of the model by name, if they are given in order: those that no input fills."""

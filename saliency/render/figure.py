@@ -221,13 +221,13 @@ def pictured(result: InputExplanations) -> Iterator[Explanation]:
     for name, explanation in result.items():
         x = result.inputs[name[0] if isinstance(name, tuple) else name]
         if None in explanation.frames and x.dim() == 4:
-            frames = [frame or _picture(image) for frame, image in zip(explanation.frames, x, strict=True)]
+            frames = [frame or input_picture(image) for frame, image in zip(explanation.frames, x, strict=True)]
             explanation = replace(explanation, frames=tuple(frames))  # noqa: PLW2901
         yield explanation
 
 
-def _picture(x: Tensor) -> Frame:
-    """Return the frame of an input (C, H, W): the colours of three channels, or the mean of others in grey."""
+def input_picture(x: Tensor) -> Frame:
+    """Return the frame of a tensor (C, H, W): the colours of three channels, or the mean of others in grey."""
     pixels = x.double() if len(x) == 3 else x.double().mean(0, keepdim=True).expand(3, -1, -1)
     low, high = pixels.aminmax()
     scaled = ((pixels - low) / (high - low).clamp(min=1e-30) * 255).round().byte()

@@ -184,7 +184,8 @@ def scale_map(
     is_zeroed = False
     if high - low <= LEAST_RANGE * largest:
         is_zeroed = not from_zero
-        warn(_why_flat(explanation, low, high, sign))
+        if explanation.values.any() or not any(explanation.notes):  # `attribute` warns of values of 0, and notes it
+            warn(_why_flat(explanation, low, high, sign))
     elif largest <= float(explanation.rounding_errors[0]):
         # A gradient depends on the units and the size of the input, so a small one may be correct.
         is_zeroed = explanation.units != PER_UNIT

@@ -121,8 +121,10 @@ def test_excitation_is_read_at_the_layer_of_each_image() -> None:
 
 def test_after_early_fusion_there_is_one_map_of_all_images_and_a_warning_says_so() -> None:
     model, inputs = case("early")
-    with pytest.warns(SaliencyWarning, match="joined before the first layer"):
+    with pytest.warns(SaliencyWarning) as caught:
         result = saliency.GradCAM(model).attribute(inputs, 1)
+    (warning,) = caught
+    assert "joined before the first layer" in str(warning.message)
     assert torch.equal(result["rgb"].values, result["depth"].values)
 
 
@@ -137,8 +139,37 @@ def test_shares_sum_to_the_score(name: str, method: str) -> None:
     assert set(sums) == floats | ({"rest"} if "rest" in sums else set())
     if not (method == "input_x_gradient" and name == "attention"):  # a softmax is not of degree one
         torch.testing.assert_close(sum(sums.values()), result.scores.double(), atol=1e-5, rtol=1e-5)
-    total = torch.tensor(list(result.shares.values())).sum(0)
-    torch.testing.assert_close(total, torch.ones_like(total))
+    shares = torch.tensor(list(result.shares.values())).T
+    torch.testing.assert_close(shares.abs().sum(-1), torch.ones(len(result.scores)))
+    assert torch.equal(shares.double().sign(), torch.stack(list(sums.values()), -1).squeeze().sign())
+
+
+class Weighed(nn.Module):
+    """A score to which colours and depth add their sums, each times a weight."""
+
+    def __init__(self, colour: float, depth: float) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([colour, depth]))
+
+    def forward(self, rgb: Tensor, depth: Tensor) -> Tensor:
+        return (self.weights[0] * rgb.sum((1, 2, 3)) + self.weights[1] * depth.sum((1, 2, 3)))[:, None] + 5
+
+
+@pytest.mark.parametrize(("colour", "depth"), [(-3.0, 1.0), (-1.0, 1.0), (3.0, -1.0), (3.0, 1.0)])
+def test_the_input_that_raises_the_score_has_the_larger_share_whatever_the_sign_of_the_sum(
+    colour: float, depth: float
+) -> None:
+    image = torch.full((1, 1, 8, 8), 1 / 64)
+    shares = saliency.InputXGradient(Weighed(colour, depth)).attribute({"rgb": image, "depth": image}, 0).shares
+    size = abs(colour) + abs(depth)
+    assert shares == pytest.approx({"rgb": colour / size, "depth": depth / size})
+
+
+def test_shares_of_maps_of_zeros_are_zero() -> None:
+    image = torch.rand(1, 1, 8, 8)
+    with pytest.warns(SaliencyWarning, match="is 0 everywhere"):
+        result = saliency.InputXGradient(Weighed(0.0, 0.0)).attribute({"rgb": image, "depth": image}, 0)
+    assert result.shares == {"rgb": 0, "depth": 0}
 
 
 @pytest.mark.parametrize("method", ["occlusion", "rise", "kernel_shap"])

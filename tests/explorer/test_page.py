@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from saliency import METHODS
 from saliency.batch.options import NetworkOptions
 from saliency.explorer.page import static_files, widget_module
 from saliency.explorer.session import PageAnswer, Session
+from saliency.testbed import draw_rgbd
 from saliency.testbed.shapes import draw_scenes
 from tests.browser import PATIENCE, chromium, until, visit
 from tests.explorer.serving import served
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 CAT = Path(__file__).parents[2] / "assets" / "chelsea.jpg"
 FRAMES = "document.querySelectorAll('.frame')"
 DONE = f"{FRAMES}.length && [...{FRAMES}].every(each => each.getAttribute('aria-busy') === 'false')"
-DROP = """([bytes, name]) => {
+DROP = """([bytes, name, area]) => {
   const data = new DataTransfer();
   data.items.add(new File([Uint8Array.from(atob(bytes), each => each.charCodeAt(0))], name));
-  const target = document.querySelector('.explorer');
+  const target = document.querySelector(area);
   for (const type of ['dragover', 'drop']) {
     target.dispatchEvent(new DragEvent(type, { dataTransfer: data, bubbles: true, cancelable: true }));
   }
@@ -110,8 +111,8 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
         yield opened
 
 
-def drop(page: Page, content: bytes, name: str = "cat.jpg") -> None:
-    page.evaluate(DROP, [base64.b64encode(content).decode(), name])
+def drop(page: Page, content: bytes, name: str = "cat.jpg", area: str = ".explorer") -> None:
+    page.evaluate(DROP, [base64.b64encode(content).decode(), name, area])
 
 
 def settle(page: Page) -> None:
@@ -370,9 +371,9 @@ def test_a_method_that_is_chosen_while_a_photo_is_opened_explains_this_photo(pag
     is_opened = threading.Event()
     opened = session.open
 
-    def slow(image: bytes | int, name: str) -> PageAnswer:
+    def slow(*arguments: Any) -> PageAnswer:
         is_opened.wait(PATIENCE)
-        return opened(image, name)
+        return opened(*arguments)
 
     vars(session)["open"] = slow
     try:
@@ -585,3 +586,32 @@ def test_a_text_is_explained_by_a_model_of_images_and_texts(browser: Browser) ->
         settle(page)
         assert titles(page) == ["a circle\nby GradCAM"]
         assert page.get_by_label("Text", exact=True).input_value() == "a circle"
+
+
+@pytest.mark.slow
+def test_each_input_of_a_case_has_a_drop_area_a_map_and_a_share(browser: Browser) -> None:
+    scenes = draw_rgbd(2, seed=1_000_003, task="depth").inputs
+    inputs = {"rgb": Image.fromarray(scenes["rgb"][0].permute(1, 2, 0).numpy()), "depth": scenes["depth"][0]}
+    session = Session(NetworkOptions(model="shapes_rgbd", methods=("lrp",)), inputs)
+    file = io.BytesIO()
+    np.save(file, scenes["depth"][1].numpy())
+    with served(session) as address, at(browser, address) as page:
+        settle(page)
+        first = titles(page)
+        assert [title.partition(":")[0] for title in first] == ["rgb", "depth"]
+        thumbs = page.locator(".area img").evaluate_all("each => each.map(one => one.src)")
+        assert all(thumb.startswith("blob:") for thumb in thumbs)
+        tops = page.locator(".panel").evaluate_all("each => each.map(one => one.getBoundingClientRect().top)")
+        assert tops[0] == tops[1]  # in one row
+        drop(page, file.getvalue(), "depth.npy")
+        assert page.locator(".notice").inner_text() == "Drop the file on one of the inputs: rgb, depth."
+        drop(page, file.getvalue(), "depth.npy", ".area[data-input='1']")
+        until(page, f"{DONE} && document.querySelector('.panel h3').innerText !== {json.dumps(first[0])}")
+        expected = saliency.LRP(session.model).attribute(inputs | {"depth": scenes["depth"][1]})
+        assert [round(100 * cast("float", expected.shares[name])) for name in ("rgb", "depth")] == [
+            int(re.findall(r": (\S+) %", title)[0].replace("−", "-")) for title in titles(page)
+        ]
+        page.get_by_label("Compare with", exact=False).select_option("grad_cam")
+        settle(page)
+        assert len(titles(page)) == 4
+        assert page.evaluate(UNNAMED) == []

@@ -29,6 +29,7 @@ from saliency.explorer import server as module
 from saliency.explorer import server as serve_module
 from saliency.explorer.server import Explorer
 from saliency.explorer.session import Session
+from saliency.testbed import draw_rgbd
 from tests.batchwork import Tiny
 from tests.explorer.serving import served
 from tests.explorer.test_session import photo
@@ -403,6 +404,32 @@ def test_the_command_takes_a_model_a_folder_or_both(
     assert known["model"] == ("efficientnet_lite0" if len(words) == 1 else "resnet18")
     assert (str(known["folder"]), known["method"], known["layer"]) == (str(tmp_path), "lrp", "layer3")
     assert (known["port"], known["options"], known["browser"], known["compile"]) == (9, {"steps": 3}, False, True)
+
+
+def test_the_command_takes_named_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, Any] = {}
+    monkeypatch.setattr("saliency.explorer.server.serve", given(known))
+    assert main(["serve", "shapes_rgbd", "rgb=a.png", "depth=d.npy", "-m", "lrp"]) == 0
+    assert known["folder"] == {"rgb": "a.png", "depth": "d.npy"}
+
+
+def test_an_upload_replaces_one_input_of_a_case() -> None:
+    inputs = {name: own[:1] for name, own in draw_rgbd(1, seed=1_000_003).inputs.items()}
+
+    async def within() -> None:
+        with closing(Explorer(Session(NetworkOptions(model="shapes_rgbd"), inputs))) as own:
+            transport = httpx.ASGITransport(own.app(TOKEN, HOST))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000/secret/") as client:
+                case = await opened(client)
+                answer = await client.post(f"image?input=0&case={case}", content=photo())
+                pictures = [
+                    (await client.get(f"image/{number}?input={index}")).content
+                    for number in (case, answer.json()["image"])
+                    for index in range(2)
+                ]
+                assert [pictures[index] == pictures[index + 2] for index in range(2)] == [False, True]
+
+    asyncio.run(within())
 
 
 def given(known: dict[str, Any]) -> Callable[..., None]:

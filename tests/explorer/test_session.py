@@ -21,10 +21,12 @@ import saliency
 from saliency import METHODS
 from saliency.attribution.passes import TimedAttribution
 from saliency.batch.options import NetworkOptions
-from saliency.errors import MethodError, ModelError, TargetError
+from saliency.errors import ImageError, MethodError, ModelError, TargetError
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, read_target
+from saliency.render.figure import pictured
 from saliency.render.scaling import scale_map
+from saliency.testbed import draw_rgbd
 from saliency.testbed.shapes import draw_scenes
 from saliency.testing.unchanged import Snapshot
 from tests.batchwork import Tiny
@@ -444,8 +446,133 @@ def test_a_thumbnail_of_a_large_jpeg_is_decoded_in_a_part_of_its_size(
 
 
 @pytest.mark.parametrize("name", ["shapes_rgbd", "shapes_policy"])
-def test_a_model_of_several_inputs_is_refused_with_the_command_that_has_a_page(name: str) -> None:
+def test_a_model_of_several_inputs_without_a_mapping_is_refused_with_the_call_that_shows_it(name: str) -> None:
     with pytest.raises(
-        ModelError, match=r"models of one image; saliency batch rgb=photos/ depth=depths/ writes a page"
+        ModelError, match=r'saliency.explore\(model, {"rgb": image, "depth": depth}\), or saliency serve'
     ):
         Session(NetworkOptions(model=name))
+
+
+SCENES = draw_rgbd(2, seed=1_000_003, task="depth")
+
+
+def scene(number: int) -> dict[str, Any]:
+    """The colours as an image, the depth as a tensor."""
+    rgb = SCENES.inputs["rgb"][number].permute(1, 2, 0).numpy()
+    return {"depth": SCENES.inputs["depth"][number], "rgb": Image.fromarray(rgb)}
+
+
+@cache
+def rgbd() -> Session:
+    return Session(NetworkOptions(model="shapes_rgbd", methods=("lrp",)), scene(0))
+
+
+def encoded(name: str, number: int) -> tuple[bytes, str]:
+    """An input of a scene as the file that a user drops."""
+    file = io.BytesIO()
+    if name == "depth":
+        np.save(file, scene(number)[name])
+        return file.getvalue(), "depth.npy"
+    scene(number)[name].save(file, "PNG")
+    return file.getvalue(), "rgb.png"
+
+
+@pytest.mark.parametrize("method", ["lrp", "occlusion"])
+def test_each_input_of_a_case_has_a_map_over_its_image_on_one_scale_and_a_share(method: str) -> None:
+    session = rgbd()
+    assert session.about()["inputs"] == ["rgb", "depth"]  # the photo first
+    image = session.open(0)
+    result = METHODS[method](session.model).attribute(scene(0), 1)
+    *_, rgb, depth = answers(session, image=image["image"], methods=[method], target={"class": 1})
+    for number, (name, answer) in enumerate({"rgb": rgb, "depth": depth}.items()):
+        assert (answer["input"], answer["done"]) == (number, True)
+        assert answer["row"]["share"] == pytest.approx(result.shares[name])
+        scaled = scale_map(result[name], percentile=None, smoothing=0.005)
+        np.testing.assert_allclose(values(answer), scaled.values * scaled.limit, atol=1e-5)
+        assert session.picture(image["image"], number).startswith(b"\xff\xd8")
+    assert rgb["row"]["limit"] == depth["row"]["limit"]
+
+
+@pytest.mark.parametrize("name", ["rgb", "depth"])
+def test_a_file_replaces_its_input_only(name: str) -> None:
+    session, index = rgbd(), ["rgb", "depth"].index(name)
+    before = session.open(0)["image"]
+    after = session.open(*encoded(name, 1), case=before, index=index)["image"]
+    same = [session.picture(before, number) == session.picture(after, number) for number in range(2)]
+    assert same == [number != index for number in range(2)]
+    result = saliency.LRP(session.model).attribute(scene(0) | {name: scene(1)[name]}, 0)
+    got = answers(session, image=after, methods=["lrp"], target={"class": 0})
+    assert [answer["row"]["score"] for answer in got] == [pytest.approx(float(result.scores[0]))] * 2
+
+
+def test_a_file_that_does_not_fit_its_input_is_refused_in_one_sentence() -> None:
+    session = rgbd()
+    case = session.open(0)["image"]
+    flat, two = io.BytesIO(), io.BytesIO()
+    np.save(flat, np.zeros(3, np.float32))
+    np.save(two, np.zeros((2, 1, 64, 64), np.float32))
+    for content, name, message in [
+        (photo(), "depth.png", "depth: .*preprocess"),
+        (b"no array", "depth.npy", "'depth.npy' cannot be read"),
+        (flat.getvalue(), "depth.npy", r"expected one image for each of rgb, depth, got {'rgb': \(1, 3, 64, 64\)}"),
+        (two.getvalue(), "depth.npy", r"expected one image for each of rgb, depth, got .*\(2, 1, 64, 64\)"),
+    ]:
+        with pytest.raises(ImageError, match=message):
+            session.open(content, name, case, 1)
+    with pytest.raises(UnknownImageError, match="not in memory"):
+        session.open(*encoded("rgb", 1), case="0", index=0)
+
+
+def test_a_state_stays_as_it_was_given() -> None:
+    class Reader(nn.Module):
+        preprocess = saliency.Preprocess(size=(16, 16))
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Conv2d(3, 2, 3)
+
+        def forward(self, image: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.scores(image).mean((2, 3)) + state
+            return scores
+
+    inputs = {"image": photo(), "state": np.array([3.0, -2.0], np.float32)}
+    session = Session(NetworkOptions(model=Reader(), methods=("input_x_gradient",)), inputs)
+    assert session.about()["inputs"] == ["image"]
+    case = session.open(photo(seed=1), "b.png", session.open(0)["image"])
+    assert case["top"][0]["target"] == 0
+    (answer,) = answers(session, image=case["image"], methods=["input_x_gradient"], target={"class": 0})
+    shares = saliency.InputXGradient(session.model).attribute(inputs | {"image": photo(seed=1)}, 0).shares
+    assert answer["row"]["share"] == pytest.approx(shares["image"])
+
+
+def test_cards_and_files_are_of_one_input_and_figures_of_all() -> None:
+    session = rgbd()
+    asked = {"image": session.open(0)["image"], "methods": ["lrp"], "target": {"class": 0}, "input": 1}
+    saved = session.save(asked | {"as": "overlay"}, lambda: None)
+    result = saliency.LRP(session.model).attribute(scene(0), 0)
+    assert isinstance(saved, bytes)
+    assert np.asarray(Image.open(io.BytesIO(saved))).std() > 0
+    expected = saliency.overlay(next(part for part in pictured(result) if part is not result["rgb"]))
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(saved))), np.asarray(expected))
+    figure = session.save(asked | {"as": "figure"}, lambda: None)
+    assert Image.open(io.BytesIO(cast("bytes", figure))).width > 1000
+    code = cast("str", session.save(asked | {"as": "code"}, lambda: None))
+    assert "result = method.attribute({'depth': ..., 'rgb': ...}, 0)  # your inputs" in code
+    compile(code, "code", "exec")
+    card = session.trust(asked | {"seconds": 0.5}, lambda: None)
+    assert {"class", "weights"} <= card["trust"].keys()
+
+
+def test_folders_of_each_input_are_offered_as_cases(tmp_path: Path) -> None:
+    for name in ("rgb", "depth"):
+        for number in range(2):
+            content, file = encoded(name, number)
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / file.replace(name, "ab"[number])).write_bytes(content)
+    folders = {name: tmp_path / name for name in ("rgb", "depth")}
+    session = Session(NetworkOptions(model="shapes_rgbd"), folders)
+    assert [image["name"] for image in session.about()["images"]] == ["a.png", "b.png"]
+    assert session.thumbnail(0) != session.thumbnail(1)
+    case = session.open(1)["image"]
+    (rgb, _) = answers(session, image=case, methods=["lrp"], target={"class": 0})
+    assert rgb["row"]["score"] == pytest.approx(float(saliency.LRP(session.model).attribute(scene(1), 0).scores[0]))

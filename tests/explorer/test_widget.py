@@ -18,6 +18,7 @@ from saliency.batch.options import NetworkOptions
 from saliency.explorer.page import widget_module
 from saliency.explorer.session import PageAnswer, Session
 from saliency.explorer.widget import Conversation
+from saliency.testbed import draw_rgbd
 from saliency.testbed.shapes import draw_scenes
 from tests.browser import PATIENCE, chromium, visit
 
@@ -82,6 +83,19 @@ def test_a_dropped_file_arrives_as_a_buffer(session: Session) -> None:
     page.ask("image", {}, [CAT.read_bytes()])
     ((opened, _),) = page.read()
     assert (opened["answer"]["name"], opened["answer"]["width"]) == ("drawn.png", 451)
+
+
+def test_a_dropped_file_replaces_one_input_of_a_case() -> None:
+    inputs = draw_rgbd(1, seed=1_000_003).inputs
+    page = FrontEnd(Session(NetworkOptions(model="shapes_rgbd"), inputs))
+    page.ask("image", {"index": 0})
+    ((opened, _),) = page.read()
+    page.ask("image", {"input": "0", "replaced": opened["answer"]["image"]}, [CAT.read_bytes()])
+    ((replaced, _),) = page.read()
+    assert [image["width"] for image in replaced["answer"]["images"]] == [451, 64]
+    page.ask("picture", {"image": replaced["answer"]["image"], "input": 1})
+    ((picture, (jpeg,)),) = page.read()
+    assert (picture["type"], jpeg[:2]) == ("image/jpeg", b"\xff\xd8")
 
 
 def test_an_error_is_one_message(session: Session) -> None:

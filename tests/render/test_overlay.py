@@ -19,6 +19,7 @@ from torch.nn.functional import interpolate
 import saliency
 from saliency import GradCAM, VanillaGradient, contact_sheet, cutout, figure, overlay
 from saliency.attribution.explanation import Explanation, Sign
+from saliency.batch import batch
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.geometry import Box, Frame, ImageBox
 from saliency.io.preprocess import Preprocess
@@ -366,6 +367,20 @@ def test_a_map_of_zeros_is_drawn_in_the_colour_of_zero_with_a_word(sign: Sign, o
         assert np.array_equal(drawn, pixels_of(photo))
 
 
+def test_a_map_of_zeros_has_one_warning_in_a_call_and_its_drawing_and_in_a_run(tmp_path: Path) -> None:
+    model = Tiny()
+    torch.nn.init.zeros_(next(module for module in model.modules() if isinstance(module, nn.Linear)).weight)
+    noise(40, 30).save(tmp_path / "a.png")
+    for run in (
+        lambda: overlay(GradCAM(model).attribute(tmp_path / "a.png", 0)),
+        lambda: batch(tmp_path / "a.png", tmp_path / "maps", model, target=0),
+    ):
+        with pytest.warns(SaliencyWarning) as caught:
+            run()
+        (warning,) = caught
+        assert "is 0 everywhere" in str(warning.message)
+
+
 def test_a_map_that_the_relu_emptied_names_the_cure() -> None:
     with pytest.warns(SaliencyWarning, match='sign="signed"'):
         overlay(explained(-torch.rand(1, 4, 4) - 1, whole(noise(9, 9))))
@@ -438,7 +453,7 @@ def test_the_gradient_of_an_images_similarity_to_itself_is_drawn_as_zero_with_a_
         explanation = method(model).attribute(x, similarity(x, model))
     assert explanation.values.any()  # rounding errors
     explanation = replace(explanation, frames=(whole(photo),))
-    nothing = replace(explanation, values=torch.zeros_like(explanation.values))
+    nothing = replace(explanation, values=torch.zeros_like(explanation.values)).with_evidence(notes=None)
     for draw in (overlay, cutout, lambda each: contact_sheet([[each]]), lambda each: overlay(each, limit=1e-30)):
         with pytest.warns(SaliencyWarning, match=f"{method.name} map for .* is drawn as zero.*score of 1$") as caught:
             drawn = draw(explanation)

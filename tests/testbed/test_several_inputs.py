@@ -24,7 +24,7 @@ from saliency.testbed import (
 SEEN = draw_cameras(200, seed=3)
 # The fewest of 50 scenes with the right input for the colours and the depth, and with the object in both inputs.
 RIGHT = {
-    "input_x_gradient": (45, 38, 48),  # the depth of the background has a part of the score of the network
+    "input_x_gradient": (45, 48, 48),
     "integrated_gradients": (50, 50, 48),
     "lrp": (50, 50, 50),
     "attn_lrp": (45, 48, 48),

@@ -9,11 +9,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ...aliases import answered_on_class
 from ...attribution.base import Attribution, as_setting
 from ...attribution.estimates import generator
 from ...attribution.explanation import Explanation, Setting
@@ -488,13 +489,16 @@ class Metric(HasOptions, ABC):
         """The options of this metric."""
         return {name: as_setting(getattr(self, name)) for name in declared_options(type(self))}
 
-    def measure(self, explanation: Explanation, **context: Any) -> Measurement:
+    @answered_on_class
+    def measure(self: Any, explanation: Explanation, **context: Any) -> Measurement:
         """Measure an explanation by this metric.
 
         Args:
             explanation: The explanation of one image or more.
             **context: As for `saliency.metrics.measure`.
         """
+        if not isinstance(self, Metric) or cast("Any", explanation) is inspect.Parameter.empty:
+            raise TypeError("measure(explanation) belongs to an object of a metric: Deletion().measure(explanation)")
         return measure([self], explanation, **context)[0]
 
     def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
@@ -517,7 +521,7 @@ def get_metric(name: object) -> type[Metric]:
 
 def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
     """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
-    requested = [metrics] if isinstance(metrics, str | Metric) else metrics
+    requested = [metrics] if isinstance(metrics, str | Metric | type) else metrics
     return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in requested]
 
 

@@ -1,4 +1,4 @@
-// The explorer: one photo, one or two maps, and the questions about them. `mount` builds it over any transport.
+// The explorer: one photo or several inputs, one or two maps, and the questions about them. `mount` builds it over any transport.
 
 const HELP = {
   "click or arrow keys": "read the value on the photo",
@@ -106,10 +106,12 @@ async function mount(root, host, transport) {
   // The elements.
 
   const status = make("p", { class: "status", role: "status" });
-  const picker = make("input", { type: "file", accept: "image/*", class: "hidden", "aria-label": "Photo", tabindex: "-1" });
+  const isCase = about.inputs.length > 0; // of several inputs
+  const picker = make("input", { type: "file", accept: isCase ? "image/*,.npy" : "image/*", class: "hidden", "aria-label": "Photo", tabindex: "-1" });
   const chooseFile = () => picker.click();
   const openButton = make("button", { type: "button", class: "primary" }, "Open a photo");
   openButton.addEventListener("click", chooseFile);
+  openButton.hidden = isCase;
   const themeButton = iconButton("Dark colours", "M8 2.5a5.5 5.5 0 1 0 .01 0");
   themeButton.firstChild.append(svg("path", { class: "full", d: "M8 2.5a5.5 5.5 0 0 1 0 11z" }));
   const helpButton = iconButton("About, and keys", "M8 2.5a5.5 5.5 0 1 0 .01 0M8 7.3v3.4M8 5.1v.2");
@@ -173,8 +175,11 @@ async function mount(root, host, transport) {
   reset.addEventListener("click", () => setLooks(...DEFAULTS));
   const looks = make("div", { class: "looks", role: "group", "aria-label": "Appearance" }, Object.values(sliders).map((slider) => slider.element), reset);
 
-  const panels = [0, 1].map((at) => createPanel(about, { pick, act: (name) => act(at, name), chooseBox: (index) => ask({ target: { box: { index } } }) }));
+  const panels = [0, 1].map((at) => (isCase ? about.inputs : [null]).map((name, input) => createPanel(about, name, {
+    pick: (position, isChosen) => pick(input, position, isChosen), act: (kind) => act(at, input, kind), chooseBox: (index) => ask({ target: { box: { index } } }),
+  })));
   const maps = make("div", { class: "maps" });
+  if (isCase) maps.style.gridTemplateColumns = `repeat(${about.inputs.length}, minmax(0, 1fr))`;
   const stage = make("section", { class: "stage", "aria-label": "Photo and map" }, looks, maps);
   const side = make("aside", { class: "side", "aria-label": "Question" },
     choices.element, textForm, where.element,
@@ -189,7 +194,20 @@ async function mount(root, host, transport) {
   const hint = make("p", { class: "legend" }, about.sample ? "No photo at hand? Try this one:" : "More photos");
   const offered = make("nav", { class: "offered", "aria-label": "Photos" }, hint, strip);
   offered.hidden = !about.images.length;
-  root.replaceChildren(header, notice, drop, work, offered, picker, dialog.dialog);
+  const areas = about.inputs.map((name, input) => {
+    const area = make("button", { type: "button", class: "thumb area", "data-input": input }, make("img", { alt: "" }), make("span", { dir: "auto" }, name));
+    area.addEventListener("click", () => {
+      picker.dataset.input = input;
+      chooseFile();
+    });
+    for (const ofMethod of panels) ofMethod[input].element.dataset.input = input;
+    return area;
+  });
+  const areasHint = make("p", { class: "legend" }, "Drop a file on an input, or choose one, to replace it");
+  const replaced = make("nav", { class: "offered inputs", "aria-label": "Inputs" }, areasHint, make("ul", { class: "strip", role: "list" }, areas.map((area) => make("li", {}, area))));
+  replaced.hidden = !isCase;
+  drop.hidden = isCase;
+  root.replaceChildren(header, notice, drop, replaced, work, offered, picker, dialog.dialog);
 
   // Photos.
 
@@ -229,13 +247,17 @@ async function mount(root, host, transport) {
     button?.setAttribute("aria-current", "true");
     try {
       const image = await first(transport.request("image", source, signal));
-      const { file } = await first(transport.request("picture", { image: image.image }, signal));
+      const pictures = await Promise.all(image.images.map((_, input) => first(transport.request("picture", { image: image.image, input }, signal))));
       if (signal.aborted) return;
-      URL.revokeObjectURL(state.address);
-      Object.assign(state, { image, address: URL.createObjectURL(file), target: source.image ? kept.target : defaultTarget(image) });
-      for (const panel of panels) panel.open(image, state.address);
+      state.addresses?.forEach((address) => URL.revokeObjectURL(address));
+      Object.assign(state, { image, addresses: pictures.map(({ file }) => URL.createObjectURL(file)), target: source.image ? kept.target : defaultTarget(image) });
+      state.addresses.forEach((address, input) => {
+        const shown = input ? image.images[input] : image; // boxes and regions are of the first photo
+        for (const ofMethod of panels) ofMethod[input].open(shown, address);
+        if (isCase) areas[input].firstChild.src = address;
+      });
       drop.hidden = true;
-      offered.hidden = about.sample;
+      offered.hidden = about.sample || (isCase && about.images.length === 1);
       work.hidden = false;
       root.classList.remove("opening");
       ask({});
@@ -271,17 +293,18 @@ async function mount(root, host, transport) {
     choices.show(state.image, state.target);
     where.element.hidden = state.target?.region == null;
     where.select.value = Array.isArray(state.target?.where) ? "point" : (state.target?.where ?? "predicted");
-    maps.replaceChildren(...state.methods.map((_, at) => panels[at].element));
-    maps.classList.toggle("two", state.methods.length === 2);
+    maps.replaceChildren(...state.methods.flatMap((_, at) => panels[at].map((panel) => panel.element)));
+    maps.classList.toggle("two", !isCase && state.methods.length === 2);
     keep();
   }
 
   async function explain() {
     const titles = state.methods.map((name) => methods.get(name).title);
     const signal = begin(`Explaining by ${titles.join(" and ")}…`);
-    titles.forEach((title, at) => panels[at].begin(title, state.target));
+    const each = (name) => panels[state.methods.indexOf(name)];
+    titles.forEach((title, at) => panels[at].forEach((panel) => panel.begin(title, state.target)));
     if (!state.target && about.asks.includes("text")) {
-      titles.forEach((_, at) => panels[at].fail("Write a text to explain, such as “a photo of a cat”.", false));
+      for (const panel of state.methods.flatMap(each)) panel.fail("Write a text to explain, such as “a photo of a cat”.", false);
       status.textContent = "";
       return text.focus();
     }
@@ -291,7 +314,8 @@ async function mount(root, host, transport) {
       for await (const answer of transport.request("explain", question, signal)) {
         if (signal.aborted) return;
         if (answer.error) throw new Error(answer.error); // of the whole question
-        panels[state.methods.indexOf(answer.method)].show(answer, style);
+        for (const panel of answer.input == null ? each(answer.method) : [each(answer.method)[answer.input]]) panel.show(answer);
+        restyleAll(each(answer.method));
         if (answer.done) missing.delete(answer.method);
         const { title } = methods.get(answer.method);
         const shown = answer.done ? `${answer.row?.name}, explained by ${title}` : `First map of ${title}, refining…`;
@@ -301,16 +325,17 @@ async function mount(root, host, transport) {
     } catch (error) {
       if (signal.aborted) return;
       status.textContent = "Not explained";
-      for (const name of missing) panels[state.methods.indexOf(name)].fail(error.message);
+      for (const panel of [...missing].flatMap(each)) panel.fail(error.message);
       if (error.kind === "gone") complain(error);
     }
   }
 
   /** Read the values at a position. If it is chosen, explain the region there. */
-  function pick(position, isChosen) {
-    state.position = position;
-    const texts = state.methods.map((name, at) => [panels[at].mark(position), methods.get(name).title]);
+  function pick(input, position, isChosen) {
+    const texts = state.methods.map((name, at) => [panels[at][input].mark(position), methods.get(name).title]);
     status.textContent = texts.map(([text, title]) => (texts.length > 1 ? `${title}: ${text}` : text)).join("; ");
+    if (input) return;
+    state.position = position;
     const region = isChosen && state.image.labels ? state.image.regions[valueAt(state.image.labels, state.image, position)] : null;
     if (!region) return;
     const { where = "predicted" } = state.target ?? {};
@@ -331,16 +356,22 @@ async function mount(root, host, transport) {
 
   function restyle(changes) {
     Object.assign(style, changes);
-    state.methods.forEach((_, at) => panels[at].restyle(style));
+    state.methods.forEach((_, at) => restyleAll(panels[at]));
     keep();
+  }
+
+  /** Colour the maps of one method on one scale. */
+  function restyleAll(ofMethod) {
+    const limit = Math.max(...ofMethod.map((panel) => panel.limit(style.percentile)));
+    for (const panel of ofMethod) panel.restyle(style, limit);
   }
 
   // Trust cards, and files.
 
-  async function act(at, kind) {
+  async function act(at, input, kind) {
     const name = state.methods[at];
     const { title } = methods.get(name);
-    const question = { image: state.image.image, methods: [name], target: state.target, layer: state.layer, options: {} };
+    const question = { image: state.image.image, input, methods: [name], target: state.target, layer: state.layer, options: {} };
     const stop = new AbortController();
     dialog.dialog.addEventListener("close", () => stop.abort(), { once: true });
     const [heading, wait] = kind === "trust"
@@ -355,7 +386,7 @@ async function mount(root, host, transport) {
       }
       const saved = { ...question, as: kind, style: { opacity: heat / 100, ...style } };
       const { file } = await first(transport.request("save", saved, stop.signal));
-      const stem = `${state.image.name.replace(/\.[^.]*$/, "")}.${name}`;
+      const stem = `${isCase ? about.inputs[input] : state.image.name.replace(/\.[^.]*$/, "")}.${name}`;
       if (kind !== "code") {
         download(file, `${stem}.${kind}.png`);
         status.textContent = `Saved ${stem}.${kind}.png`;
@@ -379,28 +410,39 @@ async function mount(root, host, transport) {
 
   const imageOf = (data) => [...(data?.files ?? [])][0];
   const isFile = (event) => [...event.dataTransfer.types].includes("Files");
+  const areaAt = (event) => (isCase ? event.target.closest("[data-input]") : root);
+  let hovered = null;
+  function hover(area) {
+    hovered?.classList.remove("dropping");
+    area?.classList.add("dropping");
+    hovered = area;
+  }
+  function receive(file, area) {
+    if (!file) return;
+    if (!area) return complain(new Error(`Drop the file on one of the inputs: ${about.inputs.join(", ")}.`));
+    open(isCase ? { file, input: area.dataset.input, replaced: state.image?.image } : { file });
+  }
   root.addEventListener("dragover", (event) => {
     if (!isFile(event)) return;
     event.preventDefault();
-    root.classList.add("dropping");
+    hover(areaAt(event));
   });
   root.addEventListener("dragleave", (event) => {
-    if (!root.contains(event.relatedTarget)) root.classList.remove("dropping");
+    if (!root.contains(event.relatedTarget)) hover(null);
   });
   root.addEventListener("drop", (event) => {
-    root.classList.remove("dropping");
+    hover(null);
     if (!isFile(event)) return;
     event.preventDefault();
-    if (imageOf(event.dataTransfer)) open({ file: imageOf(event.dataTransfer) });
+    receive(imageOf(event.dataTransfer), areaAt(event));
   });
   picker.addEventListener("change", () => {
-    if (picker.files[0]) open({ file: picker.files[0] });
+    receive(picker.files[0], picker);
     picker.value = "";
   });
   // A notebook pastes into its own cells, so a widget listens only where it has the focus.
   (host === document.documentElement ? document : root).addEventListener("paste", (event) => {
-    const file = imageOf(event.clipboardData);
-    if (file) open({ file });
+    receive(imageOf(event.clipboardData), areaAt(event));
   });
   let heatBefore = heat;
   root.addEventListener("keydown", (event) => {

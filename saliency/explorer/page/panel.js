@@ -3,8 +3,11 @@
 const READING = "Click the photo to read the value there.";
 const STEP = 0.02; // of the photo; what an arrow key moves the marker
 
-/** Create the panel of one method. `pick(position, isChosen)` is called when the marker moves; `act(name)` by the actions. */
-function createPanel(about, { pick, act, chooseBox }) {
+/**
+ * Create the panel of one method, and of an input if the model has several. `pick(position, isChosen)` is called when the
+ * marker moves; `act(name)` by the actions.
+ */
+function createPanel(about, input, { pick, act, chooseBox }) {
   const tables = Object.fromEntries(Object.entries(about.colors).map(([name, colors]) => [name, asNumbers(colors)]));
   const picture = make("img", { class: "photo", alt: "", draggable: "false" });
   const heat = make("canvas", { class: "heat", "aria-hidden": "true" });
@@ -110,8 +113,8 @@ function createPanel(about, { pick, act, chooseBox }) {
       method = name;
       answer = null;
       title.textContent = name;
-      picture.alt = `Photo, explained by ${name}`;
-      target.setAttribute("aria-label", `Photo with the map of ${name}. Click to read a value; arrow keys move the marker.`);
+      picture.alt = `${input ?? "Photo"}, explained by ${name}`;
+      target.setAttribute("aria-label", `${input ?? "Photo"} with the map of ${name}. Click to read a value; arrow keys move the marker.`);
       why.hidden = true;
       notes.replaceChildren();
       element.classList.add("stale");
@@ -122,7 +125,7 @@ function createPanel(about, { pick, act, chooseBox }) {
       showBoxes(chosen);
     },
     /** Show an answer, which may be refined later. */
-    show(received, style) {
+    show(received) {
       const { row, done } = received;
       progress.value = received.progress;
       frame.setAttribute("aria-busy", String(!done));
@@ -132,7 +135,8 @@ function createPanel(about, { pick, act, chooseBox }) {
       element.classList.remove("stale");
       frame.querySelector(".box")?.remove();
       marks.before(...boxOf(image, row.target_box));
-      title.replaceChildren(row.name, make("small", {}, `by ${method}`));
+      const [head, by] = input == null ? [row.name, `by ${method}`] : [`${input}: ${shortNumber(Math.round(100 * row.share))} %`, `${row.name}, by ${method}`];
+      title.replaceChildren(head, make("small", {}, by));
       notes.replaceChildren(...(row.notes ?? []).map((note) => make("p", { class: "note" }, note)));
       details.replaceChildren(facts({
         class: row.name, probability: probabilityText(row.probability), score: shortNumber(row.score), layer: row.layer,
@@ -140,14 +144,18 @@ function createPanel(about, { pick, act, chooseBox }) {
         coverage: row.coverage, residual: shortNumber(row.residual),
         ledger: Object.entries(row.ledger ?? {}).map(([name, share]) => `${name} ${shortNumber(share)}`).join(", "),
       }));
-      this.restyle(style);
     },
-    /** Colour the map again. */
-    restyle({ percentile, threshold }) {
+    /** Return the value at full colour; 0 without a map. */
+    limit(percentile) {
+      if (!answer?.map) return 0;
+      const { row, map } = answer;
+      return percentile === "auto" ? row.limit : limitOf(map.values, row.floor ?? 0, percentile);
+    },
+    /** Colour the map, up to a limit. */
+    restyle({ threshold }, limit) {
       if (!answer?.map) return;
       const { row, map } = answer;
       const floor = row.floor ?? 0;
-      const limit = percentile === "auto" ? row.limit : limitOf(map.values, floor, percentile);
       const isSigned = row.sign === "signed";
       const colors = about.colors[row.colormap];
       paintMap(heat, image, map, { floor, limit, threshold, isSigned, table: tables[row.colormap] });

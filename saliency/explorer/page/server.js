@@ -13,8 +13,8 @@ class RequestError extends Error {
 function serverTransport() {
   const page = Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16)).join("");
   const ADDRESSES = {
-    image: ({ file, index, image }) => [file ? "image" : `image/${image ?? index}`, { method: "POST", body: file ?? "", headers: { "X-Name": encodeURIComponent(file?.name ?? "") } }],
-    picture: ({ image }) => [`image/${image}`, {}],
+    image: ({ file, index, image, input, replaced }) => [`image${file ? "" : `/${image ?? index}`}${input == null ? "" : `?input=${input}&case=${replaced}`}`, { method: "POST", body: file ?? "", headers: { "X-Name": encodeURIComponent(file?.name ?? "") } }],
+    picture: ({ image, input }) => [`image/${image}?input=${input}`, {}],
     thumbnail: ({ index }) => [`thumbnail/${index}`, {}],
     about: () => ["about", {}],
   };
