@@ -247,6 +247,9 @@ def _cleared(op: LinearOperation, rule: AlphaBeta, parts: Tensor, others: Tensor
 
 
 def _spread(op: LinearOperation, quotients: Tensor, of_magnitudes: Tensor) -> Tensor:
-    """Return G at the input, for quotients of the parts a w and of their magnitudes |a w|."""
+    """Return G at the input, for quotients of the parts a w and of their magnitudes |a w|.
+
+    At an input of zero, it is the limit from above, as where no input is negative: a gate of zero receives it.
+    """
     magnitudes = op.transposed(of_magnitudes, op.weight.abs())
-    return op.transposed(quotients, op.weight).add_(magnitudes.mul_(op.input.sign()))
+    return op.transposed(quotients, op.weight).add_(torch.where(op.input < 0, -magnitudes, magnitudes))

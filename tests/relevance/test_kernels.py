@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
@@ -122,3 +123,29 @@ def test_a_subclass_of_a_rule_is_computed_by_its_own_formula() -> None:
     with pytest.warns(saliency.errors.SaliencyWarning, match="missing from the ledger"):
         doubled = saliency.LRP(model, composite={"0.0": Doubled()}).attribute(x, 1)
     torch.testing.assert_close(doubled.values, 2 * usual.values)
+
+
+class ClosedGate(nn.Module):
+    """A signal times gates of its means, some of which are closed: products of zero whose gates receive relevance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * F.hardsigmoid(self.mix(x.mean((2, 3), keepdim=True)) - torch.tensor([9.0, 9, 0, 0]).view(4, 1, 1))
+
+
+@pytest.mark.parametrize("rule", ["gamma", "z plus", "alpha 2 beta 1"])
+def test_gates_of_zero_receive_the_same_relevance_beside_an_image_of_negative_signals(rule: str) -> None:
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 4, 3)
+    nn.init.uniform_(first.weight, 0, 1)
+    nn.init.zeros_(first.bias)
+    model = nn.Sequential(
+        first, ClosedGate(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    ).eval()
+    method = saliency.LRP(model, composite={"conv": RULES[rule]})
+    x = 3 * torch.rand(1, 3, 8, 8)
+    together = method.attribute(torch.cat([x, -x]), 1).values[:1]
+    torch.testing.assert_close(together, method.attribute(x, 1).values)
