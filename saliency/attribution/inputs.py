@@ -15,7 +15,13 @@ from torch import Tensor
 from ..errors import MethodError
 from ..model.call import bound
 from ..model.inputs import Group, InputBatch, Key, ModelInputs
-from .explanation import Explanation
+from .explanation import Explanation, Sign
+
+_DRAWN: dict[Sign, Callable[[Tensor], Tensor]] = {
+    "signed": Tensor.clone,
+    "absolute": Tensor.abs,
+    "positive": Tensor.relu,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,10 +75,13 @@ class InputExplanations(Mapping[Any, Explanation]):
 
     @property
     def sums(self) -> dict[Key, Tensor]:
-        """The sum (N,) of the values of each input; of path methods and relevance, "rest" is what no value explains."""
-        values = {name: explanation.values for name, explanation in self.explanations.items()} | dict(self.others)
-        sums = {name: tensor.flatten(1).double().sum(1) for name, tensor in values.items()}
+        """The sum (N,) of the values of each input that are drawn: signed, their magnitudes, or the positive ones.
+
+        Of path methods and relevance, "rest" is what no value explains.
+        """
         first = next(iter(self.explanations.values()))
+        values = {name: explanation.values for name, explanation in self.explanations.items()} | dict(self.others)
+        sums = {name: _DRAWN[first.sign](tensor.double().flatten(1)).sum(1) for name, tensor in values.items()}
         if first.ledger is not None:
             absorbed = [name != "input" for name in first.ledger_names]
             sums["rest"] = first.ledger[:, absorbed].double().sum(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import permutations
 from math import factorial
@@ -163,6 +164,19 @@ def test_the_input_that_raises_the_score_has_the_larger_share_whatever_the_sign_
     shares = saliency.InputXGradient(Weighed(colour, depth)).attribute({"rgb": image, "depth": image}, 0).shares
     size = abs(colour) + abs(depth)
     assert shares == pytest.approx({"rgb": colour / size, "depth": depth / size})
+
+
+@pytest.mark.parametrize(
+    ("method", "drawn"),
+    [("grad_cam", Tensor.relu), ("vanilla_gradient", Tensor.abs), ("input_x_gradient", Tensor.clone)],
+)
+def test_shares_are_of_the_values_that_are_drawn(method: str, drawn: Callable[[Tensor], Tensor]) -> None:
+    network = saliency.load("shapes_rgbd")
+    scenes = saliency.testbed.draw_rgbd(1, seed=3).inputs
+    result = saliency.METHODS[method](network).attribute({"rgb": scenes["rgb"], "depth": scenes["depth"]}, 0)
+    sums = {name: float(drawn(explanation.values.double()).sum()) for name, explanation in result.items()}
+    size = sum(map(abs, sums.values()))
+    assert result.shares == pytest.approx({name: value / size for name, value in sums.items()})
 
 
 def test_shares_of_maps_of_zeros_are_zero() -> None:

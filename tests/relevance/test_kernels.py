@@ -139,9 +139,8 @@ class ClosedGate(nn.Module):
 @pytest.mark.parametrize("rule", ["gamma", "z plus", "alpha 2 beta 1"])
 def test_gates_of_zero_receive_the_same_relevance_beside_an_image_of_negative_signals(rule: str) -> None:
     torch.manual_seed(0)
-    first = nn.Conv2d(3, 4, 3)
+    first = nn.Conv2d(3, 4, 3, bias=False)
     nn.init.uniform_(first.weight, 0, 1)
-    nn.init.zeros_(first.bias)
     model = nn.Sequential(
         first, ClosedGate(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
     ).eval()
