@@ -162,6 +162,7 @@ class LocalEngine:
             undo.callback(torch.set_num_threads, torch.get_num_threads())
             threads = max(1, min(self.workers, count_cores()) // self.parallel)
             if mapper.options.compile:
+                mapper.report("compiling the methods, up to some minutes")
                 set_threads(threads)  # a program has as many threads as the thread that compiles it
                 notes = [network.compile(plan, self.parallel) for network in replicas]
                 mapper.report(notes[0])

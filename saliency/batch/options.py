@@ -38,7 +38,7 @@ class Progress:
         total: Number of images.
         fresh: Number of images explained by this run.
         failed: Number of images with an error.
-        note: Before the first image, a sentence about the preparation; otherwise empty.
+        note: Before the first image, a sentence about the preparation of the run; otherwise empty.
     """
 
     done: int
