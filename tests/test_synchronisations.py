@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad
+import saliency
+from saliency import DRISE, IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad
 from saliency.errors import NotApplicableError, SaliencyError
 from saliency.extending import TracedAttribution
 from saliency.hooks.operations import is_view
@@ -142,6 +143,17 @@ def test_no_method_waits_once_per_pass(method: type[Attribution], number: str) -
         return waits(lambda: own.attribute(x, 1))
 
     assert waits_in(48) == waits_in(24)
+
+
+def test_boxes_of_masked_images_are_read_together() -> None:
+    model, x = saliency.load("shapes_detector").to(DEVICE), torch.randn(1, 3, 32, 32).to(DEVICE)
+
+    def launches_in(passes: int) -> int:
+        method = DRISE(model, passes=passes, chunk=passes)
+        method.attribute(x, saliency.box())
+        return Operations(lambda: method.attribute(x, saliency.box())).counts["launches"]
+
+    assert launches_in(16) - launches_in(8) == 8  # the draws of the masks
 
 
 def bare(model: nn.Module, x: Tensor) -> None:
