@@ -405,7 +405,8 @@ class ViTCX(LayerPasses, TimedAttribution):
         """Return the sum of each cluster (clusters, h, w) of feature maps (K, h, w), largest clusters first."""
         hierarchy = optional_import("scipy.cluster.hierarchy", "perturbation", "ViTCX")
         # Resizing is linear along each axis, so the products of the resized maps follow from the small maps.
-        lines = [resize(torch.eye(n).to(maps)[None], size[axis : axis + 1])[0] for axis, n in enumerate(maps.shape[1:])]
+        units = [torch.eye(edge, dtype=maps.dtype, device=maps.device)[None] for edge in maps.shape[1:]]
+        lines = [resize(unit, [edge])[0] for unit, edge in zip(units, size, strict=True)]
         products = maps.flatten(1) @ along_axes(maps, [line @ line.T for line in lines]).flatten(1).T
         similarities = products.cpu().numpy()  # (K, K)
         norms = np.sqrt(similarities.diagonal())
