@@ -21,6 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad, VanillaGradient
+
+
+import saliency
+from saliency import DRISE, IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad
 from saliency.errors import NotApplicableError, SaliencyError
 from saliency.extending import TracedAttribution
 from saliency.hooks.operations import is_view
@@ -148,6 +152,17 @@ def test_the_top_class_waits_no_longer_than_a_given_class() -> None:
     method, x = VanillaGradient(normed().to(DEVICE).eval()), torch.randn(2, 3, 32, 32).to(DEVICE)
     top = method.attribute(x).target
     assert waits(lambda: method.attribute(x)) == waits(lambda: method.attribute(x, list(top)))
+
+
+def test_boxes_of_masked_images_are_read_together() -> None:
+    model, x = saliency.load("shapes_detector").to(DEVICE), torch.randn(1, 3, 32, 32).to(DEVICE)
+
+    def launches_in(passes: int) -> int:
+        method = DRISE(model, passes=passes, chunk=passes)
+        method.attribute(x, saliency.box())
+        return Operations(lambda: method.attribute(x, saliency.box())).counts["launches"]
+
+    assert launches_in(16) - launches_in(8) == 8  # the draws of the masks
 
 
 def bare(model: nn.Module, x: Tensor) -> None:

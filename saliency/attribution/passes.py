@@ -157,7 +157,7 @@ class Passes(ExitStack):
         for context in (bind_image(self._image), closing(self._progress), no_autocast(self.x)):
             self.enter_context(context)
         if self._progress.listener is not None:  # the passes of a wrapped method report the progress of this one
-            self.enter_context(listening(lambda *_: self._progress.advance(self._result)))
+            self.enter_context(listening(lambda *_: self.report()))
         return self
 
     def _result(self) -> BatchAttribution | None:
@@ -337,6 +337,10 @@ class Passes(ExitStack):
             progress.advance(self._result, now)
         if start >= most and (most < count or budget.used == budget.passes):
             budget.stopped = "passes"
+
+    def report(self) -> None:
+        """Call the listener, which may end the call. For long steps of a method between its passes."""
+        self._progress.advance(self._result)
 
     def in_time(self, run: Callable[[int], _T], steps: int) -> _T:
         """Return the result of `run(steps)`, with fewer steps if more do not fit into the remaining time.
@@ -662,8 +666,8 @@ class PassProgress:
         """Move the bar by passes that have run, and call the listener, if any, with the result so far."""
         if self._bar is not None:
             self._bar.update(passes)
-            if self.listener is not None:
-                self.listener(self._budget.used / self._bar.total, partial)
+        if self.listener is not None:
+            self.listener(0.0 if self._bar is None else self._budget.used / self._bar.total, partial)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,11 +19,14 @@ from ..attribution.questions import Questions
 from ..errors import NotApplicableError, TargetError, optional_import
 from ..hooks.manager import HookManager
 from ..hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
-from ..io.axes import along_rows, at_least_float32, resize, spatial
+from ..io.axes import along_axes, along_rows, at_least_float32, resize, spatial
 from ..model.call import run_model
 from ..model.layers import LayerLike, default_layer
 from ..validation import check_choice, check_flag, check_integer, check_number
 from .cam import is_close, layer_name, linear_head, warn_if_signed
+
+RESIZED_PIXELS = 2**22
+"""Pixels of the feature maps that ViT-CX resizes between two reports."""
 
 Order = Literal["deviation", "gradient"]
 
@@ -113,6 +117,13 @@ def stretched(maps: Tensor) -> Tensor:
     """Return maps (N, K, H, W), each stretched to 0..1; constant maps become 0."""
     low, high = maps.amin(axes := spatial(maps), keepdim=True), maps.amax(axes, keepdim=True)
     return (maps - low) / torch.where(high == low, torch.ones_like(high), high - low)
+
+
+def resized(maps: Tensor, size: torch.Size, passes: Passes) -> Iterator[Tensor]:
+    """Yield maps (K, h, w), resized to a size in parts (k, 1, H, W), and report after each part."""
+    for part in torch.split(maps[:, None], max(1, RESIZED_PIXELS // size.numel())):
+        yield resize(part, size)
+        passes.report()
 
 
 class ScoreCAM(LayerPasses, TimedAttribution):
@@ -377,29 +388,34 @@ class ViTCX(LayerPasses, TimedAttribution):
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Compute the map of one image."""
         layer, size = self.read_layer(passes), passes.x.shape[2:]
-        maps = stretched(resize(layer.maps[None], size))[0]
-        maps = maps[maps.flatten(1).any(1)]
+        extremes = [maps.flatten(1).aminmax(dim=1) for maps in resized(layer.maps, size, passes)]
+        low, high = (along_rows(torch.cat(ends), layer.maps) for ends in zip(*extremes, strict=True))
+        maps = ((layer.maps - low) / (high - low))[(high > low).flatten()]  # 0..1 after resizing
         if len(maps) < 2:
             return ImageAttribution(maps.new_zeros(1, *size), layer=layer.layer)
-        masks = self.cluster_masks(maps)
+        masks = torch.cat([stretched(sums) for sums in resized(self.cluster_sums(maps, size), size, passes)])
         note = f"{len(masks)} clusters of {len(maps)} feature maps"
-        effects = self.effects(passes, masks[:, None])
-        shown = masks[: len(effects)]  # (k, H, W)
+        effects = self.effects(passes, masks)
+        shown = masks[: len(effects), 0]  # (k, H, W)
         total = torch.tensordot((effects - effects.mean()).to(shown), shown, 1)
         values = total / shown.sum(0).clamp(min=torch.finfo(shown.dtype).tiny)  # 0 where no mask shows the pixel
         return ImageAttribution(values[None], layer=layer.layer, notes=[note])
 
-    def cluster_masks(self, maps: Tensor) -> Tensor:
-        """Return a mask per cluster (clusters, H, W) of feature maps (K, H, W), largest clusters first."""
+    def cluster_sums(self, maps: Tensor, size: torch.Size) -> Tensor:
+        """Return the sum of each cluster (clusters, h, w) of feature maps (K, h, w), largest clusters first."""
         hierarchy = optional_import("scipy.cluster.hierarchy", "perturbation", "ViTCX")
-        directions = F.normalize(maps.flatten(1))
-        first, second = torch.triu_indices(len(maps), len(maps), 1, device="cpu")
-        distances = (1 - directions @ directions.T).clamp(min=0).cpu()[first, second]  # of each pair
-        tree = hierarchy.linkage(distances.numpy(), "complete")
-        labels = torch.from_numpy(hierarchy.fcluster(tree, self.distance, "distance")).long() - 1
+        # Resizing is linear along each axis, so the products of the resized maps follow from the small maps.
+        units = [torch.eye(edge, dtype=maps.dtype, device=maps.device)[None] for edge in maps.shape[1:]]
+        lines = [resize(unit, [edge])[0] for unit, edge in zip(units, size, strict=True)]
+        products = maps.flatten(1) @ along_axes(maps, [line @ line.T for line in lines]).flatten(1).T
+        similarities = products.cpu().numpy()  # (K, K)
+        norms = np.sqrt(similarities.diagonal())
+        distances = (1 - similarities / np.outer(norms, norms)).clip(0)
+        tree = hierarchy.linkage(distances[np.triu_indices(len(maps), 1)], "complete")
+        labels = torch.from_numpy(hierarchy.fcluster(tree, self.distance, "distance") - 1).long()
         order = labels.bincount().argsort(descending=True, stable=True)
         members = F.one_hot(labels)[:, order].to(maps)  # (K, clusters)
-        return stretched(torch.tensordot(members.T, maps, 1)[None])[0]
+        return torch.einsum("kc,k...->c...", members, maps)
 
     def effects(self, passes: Passes, masks: Tensor) -> Tensor:
         """Return the effects (k,) of masks (masks, 1, H, W); k < masks after the time limit."""

@@ -614,7 +614,7 @@ class XRAI(TimedAttribution):
         x = passes.x
         require_two_axes(x, self.name)
         references = torch.cat([torch.full_like(x, float(extreme)) for extreme in x.aminmax()])  # (2, C, H, W)
-        regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy())
+        regions = multiscale_regions(x[0].to("cpu", torch.float64).permute(1, 2, 0).numpy(), passes.report)
         gradients = passes.in_time(partial(mean_gradients, passes, references, "gauss_legendre"), self.steps)
         pixels = ((x - references) * gradients).mean(0).amax(0)  # (H, W)
         least = LEAST_GAIN * pixels.numel() / AREA
@@ -629,8 +629,8 @@ class Regions(NamedTuple):
     starts: NDArray[np.int64]
 
 
-def multiscale_regions(image: NDArray[np.float64]) -> Regions:
-    """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels."""
+def multiscale_regions(image: NDArray[np.float64], report: Callable[[], None]) -> Regions:
+    """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels. Report after each scale."""
     felzenszwalb = optional_import("skimage.segmentation", "perturbation", "XRAI").felzenszwalb
 
     from scipy.ndimage import find_objects
@@ -650,6 +650,7 @@ def multiscale_regions(image: NDArray[np.float64]) -> Regions:
             mask = labels[top : down.stop + radius, left : across.stop + radius] == label
             rows, columns = np.nonzero(isotropic_dilation(mask, radius))
             pixels.append((rows + top) * width + columns + left)
+        report()
     return Regions(np.concatenate(pixels), np.cumsum([0, *map(len, pixels)]))
 
 

@@ -138,7 +138,7 @@ def resize_to_pixels(
     cells = Image.fromarray(np.pad(values, pad, mode="edge") if pad else values)
     size = columns.stop - columns.start, rows.stop - rows.start
     box = x[0] + pad, y[0] + pad, x[1] + pad, y[1] + pad
-    return np.array(cells.resize(size, method, box=box))
+    return np.asarray(cells.resize(size, method, box=box))
 
 
 def paint(

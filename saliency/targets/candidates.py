@@ -128,13 +128,16 @@ class Detections(NamedTuple):
     def of(cls, rows: Sequence[Candidates]) -> Detections:
         """Return the candidates of images."""
         classes, objects = max(row.scores.shape[1] for row in rows), [row.objectness for row in rows]
-        scores = [F.pad(row.scores, (0, classes - row.scores.shape[1]), value=-torch.inf) for row in rows]
+        missing = [(row.scores, classes - row.scores.shape[1]) for row in rows]
+        scores = [F.pad(part, (0, count), value=-torch.inf) if count else part for part, count in missing]
         objectness = None if objects[0] is None else torch.cat(cast("list[Tensor]", objects))
         # All images at once, which is faster.
         whole = replace(
             rows[0], boxes=torch.cat([row.boxes for row in rows]), scores=torch.cat(scores), objectness=objectness
         )
         parts, counts = (whole.boxes, whole.probabilities, whole.certainty), [len(row.boxes) for row in rows]
+        if len({*counts}) == 1:
+            return cls(*(part.view(len(rows), counts[0], *part.shape[1:]) for part in parts))
         return cls(*(pad_sequence(list(torch.split(part, counts)), True) for part in parts))
 
     def similarity(self, boxes: Tensor, probabilities: Tensor) -> Tensor:
@@ -199,8 +202,12 @@ def candidates(
     if not _are_candidates(rows) or (len(rows) not in (1, len(geometries)) and len(geometries) > 1):
         problem = f"got {type(rows).__name__} from the function that reads the detector's output"
         raise TargetError(f"{problem}; expected a list of saliency.Candidates, one for each image")
-    by_row = geometries if len(geometries) == len(rows) else [geometries[0]] * len(rows)
-    return [replace(row, boxes=geometry.to_image(row.boxes)) for row, geometry in zip(rows, by_row, strict=True)]
+    boxes: Sequence[Tensor] = [row.boxes for row in rows]
+    if len(geometries) == len(rows):
+        boxes = [geometry.to_image(part) for geometry, part in zip(geometries, boxes, strict=True)]
+    else:  # all images at once, which is faster
+        boxes = torch.split(geometries[0].to_image(torch.cat([*boxes])), [len(part) for part in boxes])
+    return [replace(row, boxes=part) for row, part in zip(rows, boxes, strict=True)]
 
 
 def _are_candidates(rows: Any) -> bool:

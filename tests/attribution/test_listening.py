@@ -55,7 +55,7 @@ def test_a_listener_changes_nothing_and_hears_the_end(name: str) -> None:
         alone = create(name).attribute(images(1), 0)
     assert torch.equal(found.values, alone.values)
     assert shares
-    assert all(0 < share <= 1 for share in shares)
+    assert all(0 <= share <= 1 for share in shares)
     assert found.run_stats[0].stopped != "complete" or shares[-1] == 1
 
 
@@ -101,6 +101,30 @@ def test_a_listener_that_raises_leaves_everything_as_it_was(name: str, at: int) 
             assert heard_calls < at
     assert not before.changes()
     assert current_call().listener is None
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function", "most"),
+    [("xrai", "skimage.segmentation", "felzenszwalb", 1), ("vit_cx", "scipy.cluster.hierarchy", "linkage", 0)],
+)
+def test_segmentations_and_clusters_can_be_ended_before_the_passes(
+    name: str, module: str, function: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, calls = pytest.importorskip(module), 0
+    run = getattr(library, function)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return run(*arguments, **options)
+
+    def listener(share: float, partial: Partial) -> None:
+        raise EndedError
+
+    monkeypatch.setattr(library, function, counted)
+    with listening(listener), pytest.raises(EndedError):
+        create(name).attribute(images(1), 0)
+    assert calls == most
 
 
 def test_a_wrapped_method_reports_the_progress_of_the_outer_one() -> None:

@@ -54,7 +54,7 @@ def test_no_pixel_is_counted_twice_and_the_sum_is_kept() -> None:
 def test_segments_cover_the_picture_at_each_scale_and_are_grown() -> None:
     picture = np.zeros((224, 224, 3))
     picture[:, 100:] = 1
-    found = multiscale_regions(picture)
+    found = multiscale_regions(picture, lambda: None)
     assert found.starts[-1] == len(found.pixels)
     often = np.bincount(found.pixels, minlength=224 * 224).reshape(224, 224)
     assert often.min() == 6
@@ -64,7 +64,7 @@ def test_segments_cover_the_picture_at_each_scale_and_are_grown() -> None:
 
 
 def test_segments_of_a_flat_picture_are_the_picture() -> None:
-    found = multiscale_regions(np.full((10, 14, 3), 0.3))
+    found = multiscale_regions(np.full((10, 14, 3), 0.3), lambda: None)
     assert np.diff(found.starts).tolist() == [140] * 6
 
 
