@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saliency import IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad, VanillaGradient
-
-
 import saliency
-from saliency import DRISE, IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad
+from saliency import DRISE, IDGI, METHODS, RISE, Attribution, IntegratedGradients, SmoothGrad, VanillaGradient
 from saliency.errors import NotApplicableError, SaliencyError
 from saliency.extending import TracedAttribution
 from saliency.hooks.operations import is_view
