@@ -63,6 +63,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no name": (lambda: API.load(None), "expected the name of a model"),
     "passes without end": (lambda: API.RISE(MODEL, passes=10**9), "and at most 1000000"),
     "steps without end": (lambda: API.IntegratedGradients(MODEL, steps=10**6), "and at most 5000"),
+    "steps of a mask without end": (lambda: API.ExtremalPerturbation(MODEL, steps=5001), "and at most 5000"),
+    "colours without end": (lambda: API.DeepSHAP(MODEL, passes=10**6 + 1), "and at most 1000000"),
     "a tensor as an option": (lambda: API.IntegratedGradients(MODEL, steps=X), "steps=Tensor of shape (1, 3, 32, 32)"),
     "a network as an option": (lambda: API.IntegratedGradients(MODEL, baseline=MODEL).attribute(X), "baseline=TinyNet"),
     "a tensor as a layout": (lambda: API.GradCAM(MODEL, layout=X), "layout=Tensor of shape"),
