@@ -7,6 +7,7 @@ Nothing here imports torch, so that help, version and usage errors are printed w
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        code = _exit_code(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has closed standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its exit
+        return 128 + 13  # as after SIGPIPE
+    return code
+
+
+def _exit_code(words: Sequence[str]) -> int:
+    try:
         if words and not words[0].startswith("-"):
             return _run(words[0], words[1:])
         _root_parser().parse_args(words)
@@ -85,6 +96,8 @@ def _run(name: str, words: Sequence[str]) -> int:
         with screen.collected_warnings():
             code: int = command(arguments, screen)
         return code
+    except BrokenPipeError:
+        raise
     except (SaliencyError, OSError) as error:  # OSError: a file of the command line cannot be read or written
         screen.error(error)
         return 1 if isinstance(error, StoppedError) else 2

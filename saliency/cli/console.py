@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import PurePath
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from rich import progress as bars
 from rich.console import Console
@@ -149,9 +149,15 @@ def one_line(message: object) -> str:
     return text
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise BrokenPipeError; rich exits instead, as the code of a model can."""
+        raise BrokenPipeError
+
+
 def _console(stream: TextIO) -> Console:
     # Print a question mark for characters that the encoding of the stream does not support.
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
     # In a notebook kernel, rich would display each line as a separate HTML output.
-    return Console(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
+    return _Console(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)

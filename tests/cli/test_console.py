@@ -147,3 +147,19 @@ def test_advice_in_python_is_written_for_the_command_line(call: Callable[[], obj
 def test_a_quiet_screen_draws_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     Screen(quiet=True).table(["a"], [["b"]])
     assert capsys.readouterr().out == ""
+
+
+def run_into_closed_pipe(said: str, words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    with open(said, "w", encoding="utf-8") as sys.stderr:
+        code = main(words)
+        print(code, file=sys.stderr)
+
+
+@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"], ["methods", "rise"]], ids=" ".join)
+def test_a_closed_pipe_ends_a_command_silently(tmp_path: Path, words: list[str]) -> None:
+    forked(run_into_closed_pipe, str(tmp_path / "said"), words).join()
+    assert (tmp_path / "said").read_text("utf-8") == "141\n"
