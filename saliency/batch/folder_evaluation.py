@@ -153,7 +153,7 @@ def evaluate(
             with open_engine(network_options, run) as run_engine:
                 mapper = MeasureMapper(options=network_options, out=folder, metrics=metric_list, files=files)
                 execute(mapper, store, run_engine, run)
-        comparison = FolderComparison(store.all_results())
+        comparison = FolderComparison(store.all_results(), model=network_options.model_name)
         comparison.failures, comparison.left_out, comparison.others = store.failures, left_out, others
         if comparison.results:
             comparison.page = _write(comparison, folder)

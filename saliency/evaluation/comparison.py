@@ -181,6 +181,7 @@ class Comparison(Table[ComparisonRow]):
         results: The values of all methods, images and metrics. A metric uses an image if all methods and their
             controls have a value for it.
         seed: The seed of the tests and of the ranges of ranks.
+        model: The name of the model, for the section of a model card.
 
     Attributes:
         differences: The paired differences between methods, and of methods from their controls, with p-values. Metrics
@@ -191,8 +192,8 @@ class Comparison(Table[ComparisonRow]):
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
     """
 
-    def __init__(self, results: Iterable[MetricResult], seed: int = 0) -> None:
-        self.results = tuple(results)
+    def __init__(self, results: Iterable[MetricResult], seed: int = 0, model: str = "the model") -> None:
+        self.results, self.model = tuple(results), model
         names = dict.fromkeys(result.metric for result in self.results)
         metrics = [_MetricValues([result for result in self.results if result.metric == name]) for name in names]
         measured = [metric for metric in metrics if metric.images]
@@ -246,8 +247,8 @@ class Comparison(Table[ComparisonRow]):
         left_out = [name for name in METRICS if name not in {row.metric.partition("(")[0] for row in self}]
         lines = [
             "## Explanations",
-            "Attribution methods, and maps that ignore the model (without a rank), measured on images. Errors are "
-            "standard errors over the images.",
+            f"Attribution methods on {self.model}, and maps that ignore it (without a rank), measured on images. "
+            "Errors are standard errors over the images.",
             "\n".join(" | ".join(cells).strip() for cells in table),
             "### Limits",
             "\n".join(f"- {note}" for note in self.notes),
@@ -532,7 +533,7 @@ def compare(
         context = {"seed": seed, "shared": SharedResults(), "others": given if len(others) > 2 else None, **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
             results += measure_image(str(index), name, method, image, image_target, resolved, *region, **context)
-    return Comparison(results, seed)
+    return Comparison(results, seed, type(methods[0].model).__name__)
 
 
 def unique_names(parts: Sequence[Attribution] | Sequence[Metric]) -> list[str]:
