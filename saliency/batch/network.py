@@ -105,13 +105,18 @@ class Network:
 
     def __init__(self, options: NetworkOptions, model: nn.Module) -> None:
         like = reference_tensor(model)
-        self.device = device_of(model)
+        self._name, self.device = options.model_name, device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
         self.methods = create_methods(options, model)
         self.preprocess: Prepare = self.methods[0].preprocess
         self.categories = self.methods[0].categories
         self._target = None if options.target is None else self._as_target(options.target)
         self._separate: set[str] = set()  # methods that do not share the passes of the others
+
+    def require_preprocess(self, entries: Iterable[ImageEntry]) -> None:
+        """Raise BatchError if there are images, and no preprocessing."""
+        if self.preprocess is None and not all(entry.is_volume or entry.inputs for entry in entries):
+            raise BatchError(f"{self._name} has no preprocessing; pass preprocess=")
 
     def _as_target(self, target: int | str | Target) -> int | Target:
         """Return a target with the index of a class instead of its name."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from .._version import __version__
+from ..aliases import matches
 from ..attribution.allocator import keep_memory
 from ..batch import StoppedError
 from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
@@ -136,7 +137,8 @@ def _root_parser() -> Parser:
 def _unknown_command(name: str) -> str:
     if Path(name).exists():
         return f"{name} is not a command; to explain it: saliency explain {name}"
-    return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
+    hint = "".join(f'; did you mean "{command}"?' for command in matches(name, "commands"))
+    return f'no command "{name}"{hint or did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
 _MODEL = "--model --weights --classes --preprocess --whole --method --layer --set --device --target"

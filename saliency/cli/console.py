@@ -136,7 +136,12 @@ _IN_PYTHON = {
     r"\bpreprocess=saliency\.Preprocess\(([^()]*)\)": r"--preprocess \1",
     r"\bset model\.categories to the list of names": "pass --classes FILE",
     r"\bas categories=": "by --classes FILE",
-    r"\bpass layer=": "pass --layer",
+    r"\bpass (layer|preprocess|others)=(\[...\])?": r"pass --\1",
+    r"\bmasks=\.\.\. of shape \(N, H, W\)": "--objects FOLDER",
+    r"\bpass layout=, a": "set layout of the model in its file to a",
+    r"\bpass read=, a function from .*": "wrap it in a model that returns boxes, scores and labels as torchvision does",
+    r", or explain the number: saliency\.value.*| or saliency\.similarity\(reference\) as the target": "",
+    r"\bsaliency\.load\('([^']+)'\)": r"--model \1",
 }
 """Advice in Python in the messages of the library, and how the command line writes it."""
 

@@ -378,7 +378,7 @@ class Subject(SharedResults):
     def masks(self) -> Tensor:
         """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
         if self._masks is None:
-            hint = "pass masks=... of shape (N, H, W), or --objects on the command line"
+            hint = "pass masks=... of shape (N, H, W)"
             note = "; the explained position is not ground truth: take an annotation, or another model"
             raise MethodError(f"this metric needs the position of the object: {hint}{note if self._is_located else ''}")
         size = self.explanation.input_size
