@@ -281,7 +281,7 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
     with _device_errors(f'no device "{names}"', "auto, cpu, cuda, mps or cuda:0,cuda:1"):
-        return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in names.split(",")]
+        return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in str(names).split(",")]
 
 
 @contextmanager

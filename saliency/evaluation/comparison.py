@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import combinations
@@ -29,6 +29,7 @@ from ..io.preprocess import drawable
 from ..model.answer import Answer
 from ..tables import Column, Table, number
 from ..targets.classes import TargetLike
+from ..validation import described
 from .metrics.base import ABSOLUTE, METRICS, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 
 LEVEL = 0.05
@@ -524,6 +525,8 @@ def compare(
     masks = [masks] if isinstance(masks, str | os.PathLike | Image.Image) else masks
     regions = [[None] * len(inputs) if values is None else values for values in (masks, boxes)]
     for what, values in zip(("targets", "masks", "boxes"), (targets, *regions), strict=True):
+        if not isinstance(values, Sized):
+            raise MethodError(f"{what}={described(values)}: expected a list, with an entry for each image")
         if len(values) != len(inputs):
             raise MethodError(f"got {len(values)} {what} for {plural(len(inputs), 'image')}")
     results: list[MetricResult] = []
@@ -640,7 +643,7 @@ def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
     frame, (height, width) = explanation.frames[0], explanation.input_size
     mask = Image.new("L", (width, height) if frame is None else frame.image.size)
     within = f"0 <= x0 < x1 <= {mask.width} and 0 <= y0 < y1 <= {mask.height}, the size of the image"
-    problem = f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several, with {within}"
+    problem = f"got the box {described(boxes)}; expected (x0, y0, x1, y1), or several, with {within}"
     with errors_as(ImageError, problem):
         rows = torch.as_tensor(boxes, dtype=torch.float64, device="cpu")
     rows = rows if rows.dim() > 1 else rows.view(1, -1)

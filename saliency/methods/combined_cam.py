@@ -26,7 +26,7 @@ from ..io.axes import on_finest_grid, resize, spatial
 from ..model.layers import layers_by_resolution
 from ..targets.classes import ClassScore, ClassTarget, class_scores
 from ..targets.question import QuestionBatch
-from ..validation import check_choice, check_integer, check_number
+from ..validation import check_choice, check_integer, check_number, described
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
 from .gradient import GuidedBackprop, Smooth
 from .gradient_free_cam import LayerPasses
@@ -77,8 +77,8 @@ class GuidedGradCAM(LayerAttribution):
 
 
 def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
-    if isinstance(layers, str) or not layers:
-        raise LayerError(f"{method.name} takes a list of layers, got {layers!r}")
+    if not isinstance(layers, list | tuple) or not layers:
+        raise LayerError(f"{method.name} takes a list of layers, got {described(layers)}")
     return tuple(layer_name(method, layer) for layer in layers)
 
 

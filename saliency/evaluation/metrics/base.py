@@ -517,7 +517,7 @@ def get_metric(name: object) -> type[Metric]:
 
 def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
     """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
-    requested = [metrics] if isinstance(metrics, str | Metric) else metrics
+    requested = metrics if isinstance(metrics, list | tuple) else [metrics]
     return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in requested]
 
 
