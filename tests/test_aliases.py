@@ -112,12 +112,15 @@ FOREIGN_KEYWORDS = [
     ("heatmap", "normalize", "values keep their units"),
     ("load", "pretrained", "weights are pretrained by default; weights=None"),
     ("load", "device", "move the model to the device"),
+    ("Preprocess", "crop_size", "it is called size here"),
+    ("Tiled", "tile_size", "it is called size here"),
+    ("Candidates", "bboxes", 'did you mean "boxes"'),
     ("load", "bogus", "the options are name, weights, preprocess, categories"),
 ]
 
 
 @pytest.mark.parametrize(("function", "keyword", "hint"), FOREIGN_KEYWORDS)
-def test_every_public_function_answers_foreign_keywords(function: str, keyword: str, hint: str) -> None:
+def test_public_functions_and_classes_answer_foreign_keywords(function: str, keyword: str, hint: str) -> None:
     explanation = saliency.GradCAM(MODEL).attribute(X, 1)
     with pytest.raises(TypeError, match=rf'{function} has no (argument|option) "{keyword}".*; {hint}'):
         getattr(saliency, function)(explanation, **{keyword: 1})
