@@ -87,7 +87,7 @@ def test_an_option_that_was_renamed_is_answered_by_its_new_name(cls: Any, old: s
 
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
-    for function in (saliency.Attribution.attribute, saliency.overlay):
+    for function in (saliency.Attribution.attribute, saliency.overlay, saliency.batch.batch):
         options |= set(inspect.signature(function).parameters)
     assert set(aliases.table("options")) <= options | set(inspect.signature(draw_maps).parameters)
     for name in aliases.table("public"):
@@ -115,6 +115,8 @@ FOREIGN_KEYWORDS = [
     ("Preprocess", "crop_size", "it is called size here"),
     ("Tiled", "tile_size", "it is called size here"),
     ("Candidates", "bboxes", 'did you mean "boxes"'),
+    ("batch", "output_dir", "it is called out here"),
+    ("batch", "method", "it is called methods here"),
     ("load", "bogus", "the options are name, weights, preprocess, categories"),
 ]
 

@@ -138,6 +138,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no processor": (lambda: API.generate(MODEL, None, IMAGE, "What?"), "expected the processor of the model"),
     "a number as weights": (lambda: API.load("shapes_cnn", weights=5), "weights=5: expected a path"),
     "a path to a preprocessing": (lambda: METHOD.preprocess("x.jpg"), "a path is opened by PIL.Image.open(path)"),
+    "a target that was not called": (lambda: METHOD.attribute(X, API.box), "call it: box(...)"),
+    "a class of networks as the target": (lambda: METHOD.attribute(X, torch.nn.Linear), "call it: Linear(...)"),
     "no path to save to": (lambda: METHOD.attribute(IMAGE).save(None), "path=None: expected a path"),
     "no path of a card": (lambda: API.compare([METHOD], X, 0, "gini").save(None), "path=None: expected a path"),
     "a saved explanation first": (

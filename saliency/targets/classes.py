@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -389,6 +390,10 @@ def as_target(target: TargetLike, images: int = 1) -> Target:
     """Convert classes or a function to a target. Raises TargetError for a wrong number of targets."""
     if isinstance(target, Target):
         return target
+    if isinstance(target, type) or (
+        isinstance(target, FunctionType) and target.__module__.startswith(f"{__package__}.")
+    ):
+        raise TargetError(f"the target is {target.__name__} itself; call it: {target.__name__}(...)")
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
     if isinstance(target, list | tuple) and any(map(_is_question, target)):
