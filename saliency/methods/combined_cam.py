@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast, get_args
 
@@ -76,8 +76,8 @@ class GuidedGradCAM(LayerAttribution):
         return BatchAttribution(guided * cam, grads.scores, ", ".join(layers), {"coverage": coverage})
 
 
-def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
-    if not isinstance(layers, list | tuple) or not layers:
+def _layer_names(method: Attribution, layers: Any) -> tuple[str, ...]:
+    if isinstance(layers, str) or not isinstance(layers, Iterable) or not layers:
         raise LayerError(f"{method.name} takes a list of layers, got {described(layers)}")
     return tuple(layer_name(method, layer) for layer in layers)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -517,7 +517,7 @@ def get_metric(name: object) -> type[Metric]:
 
 def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
     """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
-    requested = metrics if isinstance(metrics, list | tuple) else [metrics]
+    requested = metrics if isinstance(metrics, Iterable) and not isinstance(metrics, str) else [metrics]
     return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in requested]
 
 
