@@ -390,10 +390,10 @@ def as_target(target: TargetLike, images: int = 1) -> Target:
     """Convert classes or a function to a target. Raises TargetError for a wrong number of targets."""
     if isinstance(target, Target):
         return target
-    if isinstance(target, type) or (
-        isinstance(target, FunctionType) and target.__module__.startswith(f"{__package__}.")
-    ):
-        raise TargetError(f"the target is {target.__name__} itself; call it: {target.__name__}(...)")
+    name = getattr(target, "__name__", "")
+    is_public = isinstance(target, FunctionType) and str(target.__module__).startswith(f"{__package__}.")
+    if is_public or isinstance(target, type):
+        raise TargetError(f"the target is {name} itself; call it: {name}(...)")
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
     if isinstance(target, list | tuple) and any(map(_is_question, target)):
