@@ -41,22 +41,27 @@ def option_hint(name: str, names: Collection[str]) -> str:
 
 
 def answer_keywords(value: _R) -> _R:
-    """Return a function that answers unknown keywords as methods do; anything else is returned unchanged.
+    """Return a function or class that answers unknown keywords as methods do; anything else is returned unchanged.
 
     A function that takes any keyword, or that is decorated, answers them itself.
     """
-    if not isinstance(value, FunctionType) or hasattr(value, "__wrapped__") or value.__code__.co_flags & CO_VARKEYWORDS:
+    public: Any = value
+    call = vars(value).get("__init__") if isinstance(value, type) else value
+    if not isinstance(call, FunctionType) or hasattr(call, "__wrapped__") or call.__code__.co_flags & CO_VARKEYWORDS:
         return value
-    names = dict.fromkeys(inspect.signature(value).parameters)
+    names = dict.fromkeys(inspect.signature(public).parameters)
 
-    @wraps(value)
+    @wraps(call)
     def answered(*arguments: Any, **keywords: Any) -> Any:
         for name in keywords:
             if name not in names:
-                raise TypeError(f'{value.__name__} has no argument "{name}"{option_hint(name, names)}')
-        return value(*arguments, **keywords)
+                raise TypeError(f'{public.__name__} has no argument "{name}"{option_hint(name, names)}')
+        return call(*arguments, **keywords)
 
-    return cast("_R", answered)
+    if not isinstance(value, type):
+        return cast("_R", answered)
+    public.__init__ = answered
+    return value
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:

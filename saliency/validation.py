@@ -36,8 +36,11 @@ class Registry(dict[str, _Entry]):
         """Return the class with this name. Raises MethodError for another name, with the closest names."""
         if isinstance(name, type):
             raise MethodError(f"got the class {name.__name__}; create an object of it, {name.__name__}(...)")
+        if type(name) in self.values():
+            kind, own = type(name).__name__, getattr(name, "name", "")
+            raise MethodError(f'got a {kind}; pass its name, "{own}", and its options as options=')
         if not isinstance(name, str) or name not in self:
-            raise MethodError(self._missing(name))
+            raise MethodError(self._missing(name if isinstance(name, str) else described(name)))
         return self[name]
 
     def _missing(self, name: object) -> str:

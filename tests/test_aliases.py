@@ -87,7 +87,7 @@ def test_an_option_that_was_renamed_is_answered_by_its_new_name(cls: Any, old: s
 
 def test_every_spelling_leads_to_an_option_or_a_public_name() -> None:
     options = {option for method in METHODS.values() for option in method.parameters()}
-    for function in (saliency.Attribution.attribute, saliency.overlay):
+    for function in (saliency.Attribution.attribute, saliency.overlay, saliency.batch.batch):
         options |= set(inspect.signature(function).parameters)
     assert set(aliases.table("options")) <= options | set(inspect.signature(draw_maps).parameters)
     for name in aliases.table("public"):
@@ -112,12 +112,17 @@ FOREIGN_KEYWORDS = [
     ("heatmap", "normalize", "values keep their units"),
     ("load", "pretrained", "weights are pretrained by default; weights=None"),
     ("load", "device", "move the model to the device"),
+    ("Preprocess", "crop_size", "it is called size here"),
+    ("Tiled", "tile_size", "it is called size here"),
+    ("Candidates", "bboxes", 'did you mean "boxes"'),
+    ("batch", "output_dir", "it is called out here"),
+    ("batch", "method", "it is called methods here"),
     ("load", "bogus", "the options are name, weights, preprocess, categories"),
 ]
 
 
 @pytest.mark.parametrize(("function", "keyword", "hint"), FOREIGN_KEYWORDS)
-def test_every_public_function_answers_foreign_keywords(function: str, keyword: str, hint: str) -> None:
+def test_public_functions_and_classes_answer_foreign_keywords(function: str, keyword: str, hint: str) -> None:
     explanation = saliency.GradCAM(MODEL).attribute(X, 1)
     with pytest.raises(TypeError, match=rf'{function} has no (argument|option) "{keyword}".*; {hint}'):
         getattr(saliency, function)(explanation, **{keyword: 1})

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..validation import check_integer
+
 ROUNDING = 1e-6
 """Values that differ by at most this fraction of the largest magnitude are ties in a rank correlation."""
 
@@ -248,7 +250,7 @@ def generator(seed: int, *numbers: int) -> torch.Generator:
         seed: The seed of the method.
         *numbers: The number of the sample, and of the draw within it if there are several.
     """
-    sequence = np.random.SeedSequence(seed & (1 << 64) - 1, spawn_key=numbers)
+    sequence = np.random.SeedSequence(check_integer("seed", seed, least=None) & (1 << 64) - 1, spawn_key=numbers)
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
 
 

@@ -28,6 +28,7 @@ from ..io.atomic_write import write_by_suffix
 from ..io.geometry import Box, Frame, ImageBox
 from ..io.inputs import decode, encode
 from ..targets.question import QuestionFacts
+from ..validation import check_path
 from .options import RunStats
 
 Sign = Literal["positive", "signed", "absolute"]
@@ -270,7 +271,7 @@ class Explanation(BatchAttribution):
             FileNotFoundError: The folder does not exist.
             OSError: The file cannot be written.
         """
-        path = Path(path)
+        path = check_path("path", path)
         if path.suffix not in (".npy", ".safetensors"):
             raise ExplanationError(
                 f'cannot save to "{path.name}": the suffix must be .safetensors, for everything, or .npy, for the '

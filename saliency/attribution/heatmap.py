@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, RenderError
 from ..io.axes import along_rows, at_least_float32, resize
-from ..validation import check_choice, check_number, is_integer
+from ..validation import check_choice, check_number, described, is_integer
 from .explanation import Explanation, Sign
 
 SIGNS: tuple[Sign, ...] = get_args(Sign)
@@ -155,7 +155,7 @@ def resized(maps: Tensor, size: Sequence[int]) -> Tensor:
     """Resize maps (N, h, w) to a size (H, W), as `heatmap` does. Raises RenderError if `size` is invalid."""
     axes = ("depth", "height", "width")[1 - maps.dim() :]
     if not isinstance(size, list | tuple) or len(size) != len(axes) or not all(map(is_integer, size)):
-        raise RenderError(f"size={size!r} is not ({', '.join(axes)}) in pixels, each at least 1")
+        raise RenderError(f"size={described(size)} is not ({', '.join(axes)}) in pixels, each at least 1")
     shrinks = any(new < old for new, old in zip(size, maps.shape[1:], strict=True))
     return resize(maps[:, None], list(map(int, size)), antialias=shrinks)[:, 0]
 

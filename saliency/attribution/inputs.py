@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import MethodError
 from ..model.call import bound
 from ..model.inputs import Group, InputBatch, Key, ModelInputs
+from ..validation import described
 from .explanation import Explanation, Sign
 
 _DRAWN: dict[Sign, Callable[[Tensor], Tensor]] = {
@@ -138,7 +139,7 @@ def explain_inputs(
     flat = chain.from_iterable(name if isinstance(name, tuple) else [name] for name in names)
     if not names or isinstance(explain, str) or not inputs.frames.keys() >= {*flat}:
         images = ", ".join(map(str, inputs.frames))
-        raise MethodError(f"explain={explain!r}: expected a list of images among {images}")
+        raise MethodError(f"explain={described(explain)}: expected a list of images among {images}")
     explained = InputExplanations({}, inputs)
     if not is_together or any(isinstance(name, tuple) for name in names):
         with bound(warned=set()):  # a warning about all inputs comes once

@@ -69,7 +69,7 @@ LEAST_SAMPLES = 4
 """Number of samples at which listeners get a first estimate."""
 
 LARGEST_PASSES, LARGEST_STEPS = 1_000_000, 5_000
-"""Largest values of the options `passes`, and `steps` of a path."""
+"""Largest values of the options `passes`, and `steps` of a path or a mask."""
 MOST_PASSES = 100_000
 """Limit of the passes per image if only a tolerance or a time is set."""
 

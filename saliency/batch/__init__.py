@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..aliases import answer_keywords
 from .failures import BatchError, StoppedError, writing_to
 from .options import FORMATS, SIGNS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
 from .run import execute
@@ -44,6 +45,7 @@ __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "Stoppe
 
 # Here and in `evaluate`, the options of a run are spelled out: editors and type checkers read no signature that
 # a decorator builds, and a `TypedDict` would be a third list, without the defaults.
+@answer_keywords
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any],
     out: str | os.PathLike[str],

@@ -17,6 +17,7 @@ from ..evaluation.comparison import Comparison, MetricResult, measure_image, uni
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import inside
 from ..methods.baselines import GivenImages
+from ..validation import described
 from .drawing import failure_columns, write_file
 from .engines import Mapper, open_engine
 from .failures import BatchError, attempt, writing_to
@@ -134,6 +135,8 @@ def evaluate(
     entries, left_out, others = find_images(sources, recursive=recursive, targets=targets)
     require_images(entries)
     metric_list, by_name = resolve_metrics(metrics), None
+    if not isinstance(boxes, Mapping | None):
+        raise BatchError(f'boxes={described(boxes)}: expected the boxes by file, as in {{"cat.jpg": (x0, y0, x1, y1)}}')
     if masks is not None:
         try:
             listing = merge_listing([], find_images(masks, recursive=recursive).entries)
@@ -155,7 +158,7 @@ def evaluate(
             with open_engine(network_options, run) as run_engine:
                 mapper = MeasureMapper(options=network_options, out=folder, metrics=metric_list, files=files)
                 execute(mapper, store, run_engine, run)
-        comparison = FolderComparison(store.all_results())
+        comparison = FolderComparison(store.all_results(), model=network_options.model_name)
         comparison.failures, comparison.left_out, comparison.others = store.failures, left_out, others
         if comparison.results:
             comparison.page = _write(comparison, folder)

@@ -16,21 +16,24 @@ import base64
 import csv
 import html
 import io
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from ..attribution.explanation import Explanation
 from ..attribution.features import features
 from ..attribution.heatmap import heatmap, reduced_maps, resized
 from ..errors import optional_import, plural
 from ..evaluation.comparison import LEVEL, holm
+from ..hooks.manager import HookManager
 from ..io.atomic_write import durable_write, inside
 from ..io.inputs import encode
 from ..io.preprocess import drawable
@@ -63,6 +66,7 @@ class Group:
         images: The number of images.
         fraction: Their fraction of the class.
         probability: The mean probability of the class; None if the run has no probabilities.
+        accuracy: The fraction of the images whose top class it is; None if no target was given, and for "places".
         outside: The fraction of the group's mean map outside of the cells that hold 95 % of the mean map of the others.
         stability: The mean overlap (Jaccard) with the most similar group when half of the images are clustered; 1 means
             that the group is always found.
@@ -77,6 +81,7 @@ class Group:
     images: int
     fraction: float
     probability: float | None
+    accuracy: float | None
     outside: float
     stability: float
     p: float
@@ -90,6 +95,7 @@ _COLUMNS: tuple[Column[Group], ...] = (
     Column("images", lambda row: str(row.images)),
     Column("of the class", lambda row: share(row.fraction)),
     Column("probability", lambda row: share(row.probability), hint="mean probability of the class"),
+    Column("accuracy", lambda row: share(row.accuracy), hint="images whose top class it is, if a target was given"),
     Column("outside", lambda row: share(row.outside), hint="of the map, where the maps of the others are not"),
     Column("stability", lambda row: number(row.stability), hint="1 if half of the images give the same group"),
     Column("p", lambda row: number(row.p), hint="of groups as clear by chance, corrected for all classes"),
@@ -155,6 +161,7 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
         yield from ((key, run.load(key), None) for key in run.rows)
         return
     options, model, entries = run.network("--view places needs no model")
+    given, outputs = run.head["fingerprint"]["target"], deque[Any](maxlen=1)
     batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
     for key, row in run.rows.items():
         layer = (row["layer"] or "").rpartition(", ")[2] or None  # of several, the last
@@ -163,11 +170,23 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
         for start in range(0, len(keys), TOGETHER):
             part = keys[start : start + TOGETHER]
             images = [drawable(entries[name].open()) for name, _ in part]
-            read = features(model, images, layer, preprocess=options.preprocess, whole=options.whole)
+            with HookManager(persistent=True) as hooks:
+                hooks.observe(model, outputs.append)
+                read = features(model, images, layer, preprocess=options.preprocess, whole=options.whole)
+            for key, top in zip(part, _top_classes(outputs.pop()), strict=False):
+                is_labelled = (given, entries[key[0]].target) != (None, None)  # else the top class was explained
+                if is_labelled and run.rows[key]["target"] is not None:
+                    run.rows[key]["is_top"] = top == run.rows[key]["target"]
             for key, values in zip(part, read.values, strict=True):  # (K, h, w)
                 explanation = run.load(key)
                 weights = resized(reduced_maps(explanation, None), values.shape[1:])[0]
                 yield key, explanation, (values * weights).sum((1, 2)).double().numpy()
+
+
+def _top_classes(output: Any) -> list[int]:
+    """Return the top class of each image; empty unless an output has the scores (N, classes) of classes."""
+    is_classifier = isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] > 1
+    return output.argmax(1).tolist() if is_classifier else []
 
 
 def _divided(points: _Array, draws: int, random: np.random.Generator) -> tuple[NDArray[np.int64], list[float], float]:
@@ -239,12 +258,14 @@ def _group(
     typical = np.argsort(-points[inside] @ points[inside].mean(0))[:EXAMPLES]
     rows = [run.rows[key] for key, chosen in zip(keys, inside, strict=True) if chosen]
     probabilities = [row["probability"] for row in rows if row["probability"] is not None]
+    are_top = [row["is_top"] for row in rows if "is_top" in row]
     return Group(
         name=rows[0]["name"],
         method=rows[0]["method"],
         images=len(rows),
         fraction=len(rows) / len(keys),
         probability=float(np.mean(probabilities)) if probabilities else None,
+        accuracy=float(np.mean(are_top)) if are_top else None,
         outside=float(mean.ravel()[order][~core].sum()),
         stability=stability,
         p=p,

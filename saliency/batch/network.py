@@ -113,7 +113,7 @@ class Network:
 
     def __init__(self, options: NetworkOptions, model: nn.Module) -> None:
         like = reference_tensor(model)
-        self.device = device_of(model)
+        self._name, self.device = options.model_name, device_of(model)
         self._dtype = torch.float32 if like is None else like.dtype
         self.methods = create_methods(options, model)
         self.preprocess: Prepare = self.methods[0].preprocess
@@ -121,6 +121,11 @@ class Network:
         self.exact = self.methods
         self._target = None if options.target is None else self._as_target(options.target)
         self._separate: set[str] = set()  # methods that do not share the passes of the others
+
+    def require_preprocess(self, entries: Iterable[ImageEntry]) -> None:
+        """Raise BatchError if there are images, and no preprocessing."""
+        if self.preprocess is None and not all(entry.is_volume or entry.inputs for entry in entries):
+            raise BatchError(f"{self._name} has no preprocessing; pass preprocess=")
 
     def compile(self, plan: Plan, parallel: int) -> str:
         """Compile the methods for the batches of a plan, and return a sentence about the time this takes and saves.
@@ -313,7 +318,7 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
     with _device_errors(f'no device "{names}"', "auto, cpu, cuda, mps or cuda:0,cuda:1"):
-        return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in names.split(",")]
+        return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in str(names).split(",")]
 
 
 @contextmanager

@@ -7,13 +7,13 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..validation import check_choice, check_integer, check_number
+from ..validation import check_choice, check_integer, check_number, described
 from .failures import BatchError
 
 if TYPE_CHECKING:
@@ -141,9 +141,12 @@ class Options:
         }
         if "methods" in options:
             given = options["methods"]
-            listed = [given] if isinstance(given, str | type) else given
+            listed = given if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
             options["methods"] = [getattr(name, "name", name) if isinstance(name, type) else name for name in listed]
         if "options" in options:
+            if not isinstance(options["options"], Mapping | list | tuple):
+                got = described(options["options"])
+                raise BatchError(f"options={got}: expected a mapping of names to values, such as {{'passes': 50}}")
             options["options"] = dict(options["options"])
         return cls(**options)
 

@@ -38,8 +38,7 @@ def execute(mapper: Mapper, store: Store, engine: Engine, options: RunOptions) -
 
     model = load_model(mapper.options)
     network = Network(mapper.options, model)
-    if network.preprocess is None and not all(entry.is_volume or entry.inputs for entry in store.entries):
-        raise BatchError(f"{mapper.options.model_name} has no preprocessing; pass --preprocess (preprocess=)")
+    network.require_preprocess(store.entries)
     store.prepare(network, engine.default_batch_size, engine.parallel)
 
     def report(note: str = "") -> None:

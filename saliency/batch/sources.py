@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from ..errors import ImageError, errors_as, plural, warn
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
+from ..validation import check_path
 from .failures import BatchError, sentence
 from .listing import ARRAY, ImageEntry, is_remote, list_files
 from .store import EVALUATION, EVALUATION_PAGE, FILES, LOCK, is_output
@@ -87,7 +88,7 @@ def find_images(
             entries_by_key.setdefault((*entry.key, source, number) if is_list else entry.key, entry)
     drawings = [entry for entry in entries_by_key.values() if entry.problem == _OWN]
     entries = [entry for entry in entries_by_key.values() if entry.problem != _OWN] or drawings[:1]
-    entries = entries if targets is None else _with_targets(entries, os.fsdecode(targets))
+    entries = entries if targets is None else _with_targets(entries, str(check_path("targets", targets)))
     return Found(entries, len(drawings), Counter(map(_kind, others)))
 
 

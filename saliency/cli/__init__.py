@@ -7,6 +7,7 @@ Nothing here imports torch, so that help, version and usage errors are printed w
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from .._version import __version__
+from ..aliases import matches
 from ..attribution.allocator import keep_memory
 from ..batch import StoppedError
 from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
@@ -55,6 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        code = _exit_code(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has closed standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its exit
+        return 128 + 13  # as after SIGPIPE
+    return code
+
+
+def _exit_code(words: Sequence[str]) -> int:
+    try:
         if words and not words[0].startswith("-"):
             return _run(words[0], words[1:])
         _root_parser().parse_args(words)
@@ -85,6 +97,8 @@ def _run(name: str, words: Sequence[str]) -> int:
         with screen.collected_warnings():
             code: int = command(arguments, screen)
         return code
+    except BrokenPipeError:
+        raise
     except (SaliencyError, OSError) as error:  # OSError: a file of the command line cannot be read or written
         screen.error(error)
         return 1 if isinstance(error, StoppedError) else 2
@@ -123,7 +137,8 @@ def _root_parser() -> Parser:
 def _unknown_command(name: str) -> str:
     if Path(name).exists():
         return f"{name} is not a command; to explain it: saliency explain {name}"
-    return f'no command "{name}"{did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
+    hint = "".join(f'; did you mean "{command}"?' for command in matches(name, "commands"))
+    return f'no command "{name}"{hint or did_you_mean(name, COMMANDS) or "; there are " + ", ".join(COMMANDS)}'
 
 
 _MODEL = "--model --weights --classes --preprocess --whole --method --layer --set --device --target"

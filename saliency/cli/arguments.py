@@ -74,11 +74,12 @@ class Parser(argparse.ArgumentParser):
         flag, equals, value = word.partition("=")
         written = matches(f"{self.prog.split()[-1]}:{flag}", "flags") or matches(flag, "flags")
         option, _, form = "".join(written).partition(" ")
-        if option not in self._option_string_actions:
+        if not option or (option != "VALUE" and option not in self._option_string_actions):
             return ""
         value = value if equals else "".join(words[words.index(word) + 1 :][:1]) or "..."
-        before = f"{flag} {shlex.quote(value)}" if "VALUE" in form else flag
-        return f"{before} is written {option} {shlex.quote(form.replace('VALUE', value))}"
+        before = f"{flag} {shlex.quote(value)}" if "VALUE" in option + form else flag
+        parts = (shlex.quote(part.replace("VALUE", value)) for part in (option, form) if part)
+        return f"{before} is written {' '.join(parts)}"
 
 
 def arguments_of(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -219,7 +220,8 @@ class Argument:
         flags = [word for word in usage.split() if word.startswith("-")]
         metavar = usage.split()[len(flags) :]
         if "type" in keywords:
-            keywords["type"] = _explained(keywords["type"], text)
+            noun = {int: "a whole number: ", float: "a number: "}.get(keywords["type"], "")
+            keywords["type"] = _explained(keywords["type"], noun + text.replace("%%", "%"))
         value: dict[str, Any] = {"metavar": metavar[0]} if metavar else {"action": "store_true"}
         self.name, self.exclusive = name or (flags[-1] if flags else usage), exclusive
         self.flags = flags or [keywords.pop("dest")]

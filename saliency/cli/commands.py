@@ -303,6 +303,7 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
         network = Network(options, move_model(load_model(options), one_device(options)))
         for file in files:
             require_writable(file.parent)
+        network.require_preprocess(entries)
         loaded = network.load(BatchSlot(0, entry, (methods[0],)))
         chosen = {"others": arguments.others} if arguments.others else {}
         card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed, draws=arguments.draws, **chosen)
@@ -324,7 +325,8 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
 def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
     values = run_arguments(evaluate_folder, arguments)
-    classes = [get_metric(name) for name in dict.fromkeys(arguments.metrics or METRICS)]
+    names = ",".join(arguments.metrics or METRICS).split(",")
+    classes = [get_metric(name) for name in dict.fromkeys(names)]
     of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
     values["options"], settings = split_settings(arguments.options, values["methods"], "metric", of_metrics)
     values["metrics"] = [

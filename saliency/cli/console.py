@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import PurePath
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from rich import progress as bars
 from rich.console import Console
@@ -138,7 +138,12 @@ _IN_PYTHON = {
     r"\bpreprocess=saliency\.Preprocess\(([^()]*)\)": r"--preprocess \1",
     r"\bset model\.categories to the list of names": "pass --classes FILE",
     r"\bas categories=": "by --classes FILE",
-    r"\bpass layer=": "pass --layer",
+    r"\bpass (layer|preprocess|others)=(\[...\])?": r"pass --\1",
+    r"\bmasks=\.\.\. of shape \(N, H, W\)": "--objects FOLDER",
+    r"\bpass layout=, a": "set layout of the model in its file to a",
+    r"\bpass read=, a function from .*": "wrap it in a model that returns boxes, scores and labels as torchvision does",
+    r", or explain the number: saliency\.value.*| or saliency\.similarity\(reference\) as the target": "",
+    r"\bsaliency\.load\('([^']+)'\)": r"--model \1",
 }
 """Advice in Python in the messages of the library, and how the command line writes it."""
 
@@ -151,9 +156,15 @@ def one_line(message: object) -> str:
     return text
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise BrokenPipeError; rich exits instead, as the code of a model can."""
+        raise BrokenPipeError
+
+
 def _console(stream: TextIO) -> Console:
     # Print a question mark for characters that the encoding of the stream does not support.
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
     # In a notebook kernel, rich would display each line as a separate HTML output.
-    return Console(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
+    return _Console(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)

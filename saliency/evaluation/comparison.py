@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from itertools import combinations
@@ -29,6 +29,7 @@ from ..io.preprocess import drawable
 from ..model.answer import Answer
 from ..tables import Column, Table, number
 from ..targets.classes import TargetLike
+from ..validation import described
 from .metrics.base import ABSOLUTE, METRICS, RELATIVE, Measurement, Metric, SharedResults, measure, resolve_metrics
 
 LEVEL = 0.05
@@ -181,6 +182,7 @@ class Comparison(Table[ComparisonRow]):
         results: The values of all methods, images and metrics. A metric uses an image if all methods and their
             controls have a value for it.
         seed: The seed of the tests and of the ranges of ranks.
+        model: The name of the model, for the section of a model card.
 
     Attributes:
         differences: The paired differences between methods, and of methods from their controls, with p-values. Metrics
@@ -191,8 +193,8 @@ class Comparison(Table[ComparisonRow]):
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
     """
 
-    def __init__(self, results: Iterable[MetricResult], seed: int = 0) -> None:
-        self.results = tuple(results)
+    def __init__(self, results: Iterable[MetricResult], seed: int = 0, model: str = "the model") -> None:
+        self.results, self.model = tuple(results), model
         names = dict.fromkeys(result.metric for result in self.results)
         metrics = [_MetricValues([result for result in self.results if result.metric == name]) for name in names]
         measured = [metric for metric in metrics if metric.images]
@@ -246,8 +248,8 @@ class Comparison(Table[ComparisonRow]):
         left_out = [name for name in METRICS if name not in {row.metric.partition("(")[0] for row in self}]
         lines = [
             "## Explanations",
-            "Attribution methods, and maps that ignore the model (without a rank), measured on images. Errors are "
-            "standard errors over the images.",
+            f"Attribution methods on {self.model}, and maps that ignore it (without a rank), measured on images. "
+            "Errors are standard errors over the images.",
             "\n".join(" | ".join(cells).strip() for cells in table),
             "### Limits",
             "\n".join(f"- {note}" for note in self.notes),
@@ -523,6 +525,8 @@ def compare(
     masks = [masks] if isinstance(masks, str | os.PathLike | Image.Image) else masks
     regions = [[None] * len(inputs) if values is None else values for values in (masks, boxes)]
     for what, values in zip(("targets", "masks", "boxes"), (targets, *regions), strict=True):
+        if not isinstance(values, Sized):
+            raise MethodError(f"{what}={described(values)}: expected a list, with an entry for each image")
         if len(values) != len(inputs):
             raise MethodError(f"got {len(values)} {what} for {plural(len(inputs), 'image')}")
     results: list[MetricResult] = []
@@ -532,7 +536,7 @@ def compare(
         context = {"seed": seed, "shared": SharedResults(), "others": given if len(others) > 2 else None, **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
             results += measure_image(str(index), name, method, image, image_target, resolved, *region, **context)
-    return Comparison(results, seed)
+    return Comparison(results, seed, type(methods[0].model).__name__)
 
 
 def unique_names(parts: Sequence[Attribution] | Sequence[Metric]) -> list[str]:
@@ -639,7 +643,7 @@ def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:
     frame, (height, width) = explanation.frames[0], explanation.input_size
     mask = Image.new("L", (width, height) if frame is None else frame.image.size)
     within = f"0 <= x0 < x1 <= {mask.width} and 0 <= y0 < y1 <= {mask.height}, the size of the image"
-    problem = f"got the box {boxes!r}; expected (x0, y0, x1, y1), or several, with {within}"
+    problem = f"got the box {described(boxes)}; expected (x0, y0, x1, y1), or several, with {within}"
     with errors_as(ImageError, problem):
         rows = torch.as_tensor(boxes, dtype=torch.float64, device="cpu")
     rows = rows if rows.dim() > 1 else rows.view(1, -1)

@@ -30,7 +30,9 @@ def select_layers(model: nn.Module, layers: LayersLike = "*") -> dict[str, nn.Mo
     Raises:
         LayerError: A name, pattern or class matches no layer; the closest names are given.
     """
-    wanted: list[Any] = [layers] if isinstance(layers, str | nn.Module | type) else list(layers)
+    if isinstance(layers, str | nn.Module | type) or not isinstance(layers, Iterable):
+        layers = [layers]
+    wanted: list[Any] = list(layers)
     if not wanted:
         raise LayerError('no layer was given; "*" selects every layer')
     modules = named_layers(model)

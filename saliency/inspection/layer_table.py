@@ -119,7 +119,7 @@ def layer_table(
     """
     if depth is not None:
         check_integer("depth", depth)
-    rounds = _TIMED_FORWARDS if times is True else check_integer("times", int(times), least=0)
+    rounds = check_integer("times", times * _TIMED_FORWARDS if isinstance(times, bool) else times, least=0)
     network = unwrap(model)
     call, model = model_call(model, example), network
     names = {module: name for name, module in model.named_modules()}

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from ..validation import check_choice
+from ..validation import check_choice, check_path
 
 # Suffixes of images in a folder. Formats that cannot be read are included, so that they cause an error. A file that is
 # given by its path is read regardless of its suffix.
@@ -105,7 +105,7 @@ def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable
         MethodError: The suffix is not supported.
         OSError: The file cannot be written.
     """
-    path = Path(path)
+    path = check_path("path", path)
     require_folder(path)
     check_choice("suffix", path.suffix, tuple(writers))
     with atomic_write(path) as temporary:

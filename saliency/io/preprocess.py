@@ -21,7 +21,7 @@ from PIL import Image, ImageCms
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, warn
-from ..validation import check_choice, is_integer, is_pair, is_real
+from ..validation import check_choice, described, is_integer, is_pair, is_real
 from .geometry import Box, Range
 from .probe import Probe, require_repeatable
 
@@ -168,14 +168,14 @@ class Preprocess:
         if 0 in self.std:
             raise ImageError(f"std={self.std}: a standard deviation of 0 would divide by zero")
         if not _are_numbers(self.fill, (3,), lambda value: is_integer(value, least=0)) or max(self.fill) > 255:
-            raise ImageError(f"fill={self.fill!r}: expected three whole numbers from 0 to 255, a colour in RGB")
+            raise ImageError(f"fill={described(self.fill)}: expected three whole numbers from 0 to 255, as RGB")
         check_choice("interpolation", self.interpolation, tuple(_FILTERS), error=ImageError)
         if self.range is not None:
             if not _are_numbers(self.range, (2,), is_real) or self.range[0] == self.range[1]:
-                raise ImageError(f"range={self.range!r}: expected two different pixel values, such as (0, 4095)")
+                raise ImageError(f"range={described(self.range)}: expected two different values, such as (0, 4095)")
             object.__setattr__(self, "range", tuple(map(float, self.range)))
         if self.stride is not None and (self.size is not None or not is_integer(self.stride)):
-            raise ImageError(f"stride={self.stride!r}: expected a positive whole number, and no `size`")
+            raise ImageError(f"stride={described(self.stride)}: expected a positive whole number, and no `size`")
         for name, edge in (("size", ""), ("resize", "the length of the shorter edge, or ")):
             edges = getattr(self, name)
             if is_pair(edges):
@@ -184,7 +184,7 @@ class Preprocess:
                 edges = int(edges)
             elif edges is not None and not (edge and edges is False):
                 expected = f"{edge}(height, width), at least one pixel each, or None"
-                raise ImageError(f"{name}={edges!r}: expected {expected}{', or False' * bool(edge)}")
+                raise ImageError(f"{name}={described(edges)}: expected {expected}{', or False' * bool(edge)}")
             object.__setattr__(self, name, edges)  # without lists and NumPy's integers
         fit: Fit = "stretch"
         if self.resize is None and self.size is not None:
@@ -297,6 +297,8 @@ class Preprocess:
             SaliencyWarning: A 16-bit image uses less than an eighth of its range, and there is no `range`.
         """
         mode = "RGB" if len(self.mean) == 3 else "L"
+        if not isinstance(image, Image.Image):
+            raise ImageError(f"expected a PIL image, got {described(image)}; a path is opened by PIL.Image.open(path)")
         if is_deep(image):
             image, mode = scaled_grey(image, self.range), "F"
         image = image if image.mode == mode else image.convert(mode)
@@ -487,7 +489,7 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
         ImageError: There is no preprocessing; or it is a function, and `whole` is "aspect", or the function does not
             give inputs of one size, or does more than resize, crop and normalise.
     """
-    return _described(like, f"whole={whole!r}", is_function=whole == "aspect").without_crop(whole)
+    return _described(like, f"whole={described(whole)}", is_function=whole == "aspect").without_crop(whole)
 
 
 def only_normalised(like: PreprocessLike | None) -> Preprocess:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast, get_args
 
@@ -26,7 +26,7 @@ from ..io.axes import on_finest_grid, resize, spatial
 from ..model.layers import layers_by_resolution
 from ..targets.classes import ClassScore, ClassTarget, class_scores
 from ..targets.question import QuestionBatch
-from ..validation import check_choice, check_integer, check_number
+from ..validation import check_choice, check_integer, check_number, described
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
 from .gradient import GuidedBackprop, Smooth
 from .gradient_free_cam import LayerPasses
@@ -76,9 +76,9 @@ class GuidedGradCAM(LayerAttribution):
         return BatchAttribution(guided * cam, grads.scores, ", ".join(layers), {"coverage": coverage})
 
 
-def _layer_names(method: Attribution, layers: Sequence[str | nn.Module]) -> tuple[str, ...]:
-    if isinstance(layers, str) or not layers:
-        raise LayerError(f"{method.name} takes a list of layers, got {layers!r}")
+def _layer_names(method: Attribution, layers: Any) -> tuple[str, ...]:
+    if isinstance(layers, str) or not isinstance(layers, Iterable) or not layers:
+        raise LayerError(f"{method.name} takes a list of layers, got {described(layers)}")
     return tuple(layer_name(method, layer) for layer in layers)
 
 

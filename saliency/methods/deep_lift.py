@@ -13,6 +13,7 @@ from ..attribution.estimates import Estimate, normal
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PerImage
+from ..attribution.passes import LARGEST_PASSES
 from ..attribution.questions import Questions
 from ..errors import warn
 from ..hooks.operations import SavedValues
@@ -160,7 +161,7 @@ class DeepSHAP(DeepLIFT):
     has_error = True
 
     baseline: BaselineOption = BaselineOption("colours")
-    passes: Option[int] = Option(10, check_integer)
+    passes: Option[int] = Option(10, check_integer, most=LARGEST_PASSES)
     seed: Option[int] = Option(0, check_integer, least=None)
 
     def references(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..attribution.estimates import generator
 from ..attribution.options import ConvertedOption, Option
-from ..attribution.passes import ImageAttribution, Passes, TimedAttribution
+from ..attribution.passes import LARGEST_STEPS, ImageAttribution, Passes, TimedAttribution
 from ..io.axes import at_least_float32, require_two_axes
 from ..model.call import leaf
 from ..validation import check_choice, check_integer, check_number, check_numbers
@@ -76,7 +76,7 @@ class ExtremalPerturbation(TimedAttribution):
     areas: ConvertedOption[Sequence[float], tuple[float, ...]] = ConvertedOption(
         (0.1,), check_numbers, above=0, below=1
     )
-    steps: Option[int] = Option(800, check_integer)
+    steps: Option[int] = Option(800, check_integer, most=LARGEST_STEPS)
     weight: Option[float] = Option(10.0, check_number, above=0)
     keep: Option[Keep] = Option("best", check_choice, get_args(Keep))
 

@@ -46,7 +46,7 @@ from ..relevance.rules import (
     divided,
 )
 from ..relevance.walk import CallGraph, Visit, Walk
-from ..validation import check_choice, check_flag, check_number, is_integer
+from ..validation import check_choice, check_flag, check_number, described, is_integer
 from .cam import layer_name
 
 MAX_MISSING_SHARE = 1e-3
@@ -66,7 +66,7 @@ def _as_channels(option: str, through: Any) -> Through:
     """Return the channels of layers. Raises MethodError for anything but a mapping from layers to lists of channels."""
     lists = list(through.values()) if isinstance(through, Mapping) else [None]
     if not all(isinstance(channels, list | tuple) and all(is_integer(c, 0) for c in channels) for channels in lists):
-        raise MethodError(f'{option}={through!r}: expected channels by layer, such as {{"layer4.1": [12, 40]}}')
+        raise MethodError(f'{option}={described(through)}: expected channels by layer, as in {{"layer4.1": [12, 40]}}')
     return cast("Through", through)
 
 

@@ -14,7 +14,7 @@ from ..attribution.estimates import generator
 from ..attribution.options import ConvertedOption
 from ..attribution.passes import ImageAttribution, Passes, TimedAttribution
 from ..errors import MethodError
-from ..validation import is_integer
+from ..validation import described, is_integer
 from .baselines import Filler, FillOption
 from .segments import SUPERPIXELS, SegmentAttribution
 
@@ -28,7 +28,7 @@ def _checked_edges(option: str, edges: object) -> int | tuple[int, ...]:
         return int(edges)
     if isinstance(edges, list | tuple) and len(edges) in (2, 3) and all(map(is_integer, edges)):
         return tuple(map(int, edges))
-    raise MethodError(f"{option}={edges!r} is invalid; expected a whole number of pixels, or one number for each axis")
+    raise MethodError(f"{option}={described(edges)} is invalid; expected a whole number of pixels, or one per axis")
 
 
 class Occlusion(TimedAttribution):

@@ -17,7 +17,7 @@ from ..errors import MethodError, optional_import
 from ..io.axes import as_text
 from ..io.preprocess import Preprocess
 from ..model.inputs import input_labels
-from ..validation import is_integer
+from ..validation import described, is_integer
 from .baselines import Filler, FillOption
 
 SUPERPIXELS = 50
@@ -55,8 +55,8 @@ def resolve_segments(option: str, like: object) -> ResolvedSegments:
         return tuple(map(int, like))
     if not isinstance(like, Labels) and not callable(like):
         raise MethodError(
-            f"{option}={like!r} is invalid; expected a number of superpixels, the (rows, columns) of a grid, a label "
-            "map (H, W) of integers, or a function from an image (H, W, C) to a label map"
+            f"{option}={described(like)} is invalid; expected a number of superpixels, the (rows, columns) of a grid, "
+            "a label map (H, W) of integers, or a function from an image (H, W, C) to a label map"
         )
     return like
 

@@ -30,7 +30,7 @@ from ..io.axes import along_rows, at_least_float32
 from ..io.inputs import Batch
 from ..model.call import unwrap
 from ..targets.question import Target
-from ..validation import check_flag, check_number, check_numbers
+from ..validation import check_flag, check_number, check_numbers, described
 from .gradient import VanillaGradient
 
 NOISE_HINT = "; 0.1 to 0.2 of the range is usual"
@@ -55,7 +55,7 @@ class WrappingAttribution(MultiPassAttribution):
         """Store the values of all options, after the wrapped method was created from them."""
         wrapped, inner, inner_options = values["model"], values["inner"], values["inner_options"]
         if not isinstance(inner_options, Mapping):
-            raise MethodError(f"inner_options={inner_options!r} is not a mapping of names to options")
+            raise MethodError(f"inner_options={described(inner_options)} is not a mapping of names to options")
         if not isinstance(wrapped, Attribution):
             about_the_model = {name: values[name] for name in ("preprocess", "categories", "whole", "layout")}
             wrapped = get_method(inner)(wrapped, **{**about_the_model, **inner_options})

@@ -23,7 +23,7 @@ from ..model.dual_encoder import DualEncoder, LateInteraction
 from ..model.layers import attention_layout
 from ..targets.question import QuestionFacts
 from ..targets.similarity import similarity
-from ..validation import check_choice
+from ..validation import check_choice, described
 
 TEXT_METHODS = ("integrated_gradients", "deep_lift", "input_x_gradient", "attn_lrp", "cp_lrp")
 
@@ -115,7 +115,7 @@ def token_importance(
             f"{type(model).__name__} has no text encoder with one embedding per text; expected a saliency.DualEncoder"
         )
     if not isinstance(text, str):
-        raise MethodError(f"text={text!r}: expected one text, such as 'a photo of a cat'")
+        raise MethodError(f"text={described(text)}: expected one text, such as 'a photo of a cat'")
     cls = get_method(check_choice("method", method, TEXT_METHODS))
     with prepared_for_attribution(model), torch.no_grad():
         images = run_model(model, cls(model).read(image).inputs)["image_embeds"]

@@ -207,6 +207,9 @@ def generate(
         ModelError: The prompt has no token of an image, the answer is empty, the model is an encoder-decoder or refused
             its arguments, or its output has no logits for each token.
     """
+    if not callable(processor):
+        got = type(processor).__name__
+        raise ModelError(f"expected the processor of the model, such as AutoProcessor.from_pretrained(name), got {got}")
     network, tokenizer = unwrap(model), getattr(processor, "tokenizer", processor)
     if getattr(getattr(network, "config", None), "is_encoder_decoder", False):
         expected = "a model that reads the prompt and the answer as one sequence"

@@ -22,7 +22,7 @@ from ..errors import MethodError, did_you_mean
 from ..hooks.autograd_graph import is_tracing
 from ..hooks.operations import norms_over
 from ..hooks.rectifiers import table
-from ..validation import check_number
+from ..validation import check_number, described
 
 # A tiny number is added to sums of parts that may be zero: quotients by it are large, so that no mask is needed.
 TINY = 1e-30
@@ -511,8 +511,8 @@ def as_composite(option: str, composite: CompositeLike) -> Composite:
         return Composite(composite, name=str(dict(composite)))
     hint = did_you_mean(str(composite), COMPOSITES) or "; the composites are " + ", ".join(COMPOSITES)
     raise MethodError(
-        f"{option}={composite!r}: expected a composite's name, or a mapping from an operation kind, a type of modules "
-        f"or a layer's name to a rule{hint}"
+        f"{option}={described(composite)}: expected a composite's name, or a mapping from an operation kind, a type of "
+        f"modules or a layer's name to a rule{hint}"
     )
 
 

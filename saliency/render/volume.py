@@ -20,7 +20,7 @@ from ..attribution.heatmap import heatmap, require_explanation, resized
 from ..errors import RenderError, plural
 from ..io.geometry import Frame
 from ..io.volumes import Volume
-from ..validation import check_choice, check_integer
+from ..validation import check_choice, check_integer, described
 from .blending import Opacity, paint
 from .figure import TITLE_SIZE, WIDTH, add_bar, class_title, new_figure
 from .scaling import SMOOTHING, scale_map
@@ -75,9 +75,9 @@ def slices(
     drawn = _DrawnVolume(explanation, volume, spacing, colormap)
     point = drawn.peak if index is None else index
     if np.shape(point) != (3,) or any(i not in range(edge) for i, edge in zip(point, drawn.shape, strict=True)):
-        raise RenderError(f"index={index!r} is not one index for each axis of a volume of {drawn.shape}")
+        raise RenderError(f"index={described(index)} is not one index for each axis of a volume of {drawn.shape}")
     if len(names) != 3:
-        raise RenderError(f"names={names!r} are not the names of three axes")
+        raise RenderError(f"names={described(names)} are not the names of three axes")
     widths = [drawn.size[columns] for _, columns in EDGES]
     tallest = max(drawn.size[rows] for rows, _ in EDGES)
     drawing = new_figure(WIDTH, WIDTH * tallest / sum(widths) + HEAD + BAR, crop="tight")
@@ -170,7 +170,7 @@ class _DrawnVolume:
             got = f"{plural(len(explanation), 'explanation')} of inputs of {' x '.join(map(str, self.shape))}"
             raise RenderError(f"slices and montage draw one volume or video; got {got}; draw images with overlay")
         if np.shape(spacing) != (3,) or min(spacing) <= 0:
-            raise RenderError(f"spacing={spacing!r} is not the size of a voxel along three axes")
+            raise RenderError(f"spacing={described(spacing)} is not the size of a voxel along three axes")
         self.size = [length * step for length, step in zip(self.shape, spacing, strict=True)]
         self.scaled = scale_map(explanation, smoothing=SMOOTHING)
         self.values = resized(torch.from_numpy(self.scaled.values)[None], self.shape)[0].numpy()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import NotFoundError, TargetError
 from ..io.geometry import Box, Geometry
-from ..validation import check_choice, is_integer, is_real
+from ..validation import check_choice, described, is_integer, is_real
 from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, check_read, iou
 from .classes import class_index, class_name, require_class
 from .question import Categories, Images, Question, QuestionBatch, Readings, Target
@@ -311,7 +311,7 @@ def as_place(name: str, numbers: Any, count: int) -> tuple[float, ...] | None:
     is_place = isinstance(values, list | tuple) and len(values) == count and all(map(is_real, values))
     if not is_place or (count == 4 and not (values[0] < values[2] and values[1] < values[3])):
         expected = "(x, y)" if count == 2 else "(left, top, right, bottom), with left < right and top < bottom,"
-        raise TargetError(f"{name}={numbers!r}: expected {expected} in pixels of the image")
+        raise TargetError(f"{name}={described(numbers)}: expected {expected} in pixels of the image")
     return tuple(map(float, values))
 
 
@@ -355,7 +355,7 @@ def box(
     if sum(choice is not None for choice in (point, index, box)) > 1:
         raise TargetError("got several of point=, index= and box=; pass one")
     if index is not None and not is_integer(index, least=0):
-        raise TargetError(f"index={index!r}: expected a whole number from 0")
+        raise TargetError(f"index={described(index)}: expected a whole number from 0")
     check_choice("of", of, get_args(BoxPart), error=TargetError)
     if link is not None:
         check_choice("link", link, ("softmax", "sigmoid"), error=TargetError)

@@ -53,6 +53,9 @@ class Candidates:
 
     def __post_init__(self) -> None:
         """Check the shapes. Raises TargetError for a wrong shape."""
+        parts: tuple[Any, ...] = self.boxes, self.scores
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise TargetError(f"got {' and '.join(map(described, parts))}; expected tensors of boxes and scores")
         object.__setattr__(self, "boxes", _wide(self.boxes))
         count, shapes = len(self.boxes), [tuple(part.shape) for part in (self.boxes, self.scores)]
         is_fitting = shapes[0] == (count, 4) and len(shapes[1]) == 2 and shapes[1][0] == count

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -394,6 +395,10 @@ def as_target(target: TargetLike, images: int = 1) -> Target:
     """Convert classes or a function to a target. Raises TargetError for a wrong number of targets."""
     if isinstance(target, Target):
         return target
+    name = getattr(target, "__name__", "")
+    is_public = isinstance(target, FunctionType) and str(target.__module__).startswith(f"{__package__}.")
+    if is_public or isinstance(target, type):
+        raise TargetError(f"the target is {name} itself; call it: {name}(...)")
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
     if isinstance(target, list | tuple) and any(map(_is_question, target)):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import NotFoundError, TargetError
 from ..io.axes import along_rows, max_pool
 from ..io.geometry import Geometry
-from ..validation import check_choice, is_integer
+from ..validation import check_choice, described, is_integer
 from .boxes import BoxTarget, as_place, as_text, require_inside
 from .candidates import CandidatesFunction, check_read
 from .classes import class_index, class_name, output_tensor, require_class, threshold
@@ -355,6 +355,6 @@ def keypoint(joint: int | str, person: int = 0, *, read: CandidatesFunction | No
             joint, or the image has no such person.
     """
     if not is_integer(person, least=0):
-        raise TargetError(f"person={person!r}: expected a whole number from 0")
+        raise TargetError(f"person={described(person)}: expected a whole number from 0")
     check_read(read)
     return Keypoint(joint=joint, person=int(person), read=read)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import TargetError, plural
 from ..io.axes import at_least_float32
-from ..validation import check_choice
+from ..validation import check_choice, described
 from .classes import embedding
 from .question import Images, Prompt, Question, QuestionBatch, Target
 
@@ -210,14 +210,14 @@ def text(prompt: str | Sequence[str], against: str | Sequence[str | Sequence[str
     Raises:
         TargetError: A text is not a string, or an ensemble is empty.
     """
-    others = [against] if isinstance(against, str) else against
+    others = against if isinstance(against, list | tuple) else [against]
     return TextSimilarity(_as_prompt(prompt), tuple(map(_as_prompt, others)))
 
 
 def _as_prompt(prompt: str | Sequence[str]) -> Prompt:
     texts = (prompt,) if isinstance(prompt, str) else tuple(prompt) if isinstance(prompt, list | tuple) else ()
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise TargetError(f"expected a text or a list of texts, got {prompt!r}")
+        raise TargetError(f"expected a text or a list of texts, got {described(prompt)}")
     return prompt if isinstance(prompt, str) else texts
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import TargetError
 from ..io.axes import at_least_float32
-from ..validation import is_integer
+from ..validation import described, is_integer
 from .classes import output_tensor
 from .question import AnswerText, Images, Question, QuestionBatch, Target
 
@@ -122,8 +122,8 @@ def words(text: str | None = None, *, against: str | None = None, at: int | slic
     texts: dict[str, object] = {"text": text, "against": against}
     for name, value in texts.items():
         if value is not None and not (isinstance(value, str) and value.strip()):
-            raise TargetError(f"{name}={value!r}: expected a text of the answer")
+            raise TargetError(f"{name}={described(value)}: expected a text of the answer")
     is_valid = isinstance(at, slice | None) or is_integer(at, least=None)
     if not is_valid:
-        raise TargetError(f"at={at!r}: expected the index of a token, or a slice of tokens")
+        raise TargetError(f"at={described(at)}: expected the index of a token, or a slice of tokens")
     return Words(text, against, at)

@@ -10,8 +10,10 @@ import torch
 
 from ..attribution.estimates import rank_correlation
 from ..attribution.explanation import Explanation
+from ..attribution.heatmap import require_explanation
 from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
+from ..validation import check_path
 from .case import require
 
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
@@ -42,7 +44,8 @@ def assert_same_explanation(
         >>> explanation.save("cat.safetensors")
         >>> assert_same_explanation(explanation, "cat.safetensors")
     """
-    path, expected = Path(saved), Explanation.load(saved)
+    require_explanation(explanation, "assert_same_explanation")
+    path, expected = check_path("saved", saved), Explanation.load(saved)
     for name in ("method", "target_names", "layer"):
         found, wanted = getattr(explanation, name), getattr(expected, name)
         require(found == wanted, f"{path}: {name} is {found!r}, expected {wanted!r}")

@@ -16,6 +16,7 @@ from ..attribution.options import is_per_input
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..model.dual_encoder import DualEncoder
+from ..validation import check_path
 from .checkpoints import SUFFIXES, load_checkpoint
 from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, ShapesNetworks, Source, Timm, Torchvision
 
@@ -114,7 +115,7 @@ def _check_categories(categories: Sequence[str], classes: int | None) -> tuple[s
 
 def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
     """Return the path of a checkpoint, or None for the name of a library's weights."""
-    path = Path(weights).expanduser()
+    path = check_path("weights", weights).expanduser()
     if not isinstance(weights, str):
         return path
     is_path = path.suffix in SUFFIXES or path.name != weights or (weights != "default" and path.is_file())

@@ -6,6 +6,7 @@ import csv
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,28 @@ def test_the_images_with_the_watermark_are_the_first_group_by_channels(run: Path
     assert (first.probability or 0) > 0.99
     assert torch.tensor(first.mean_map).sum() == pytest.approx(1)
     assert str(table) == str(groups(run))  # the same draws
+
+
+def test_groups_have_an_accuracy_if_the_targets_are_labels(run: Path, tmp_path: Path) -> None:
+    scenes, right = draw_scenes(200, seed=3_000_200), 0
+    images = [scenes.images[index] for shape in (0, 1) for index in (scenes.labels == shape).nonzero()[:20, 0]]
+    network: Any = saliency.load("shapes_cnn")
+    for number, image in enumerate(images):
+        photo = Image.fromarray(image.permute(1, 2, 0).numpy())
+        photo.save(tmp_path / f"{number}.png")
+        right += saliency.VanillaGradient(network).attribute(photo).target[0] == 0
+    (tmp_path / "list.csv").write_text("path,target\n" + "".join(f"{number}.png,0\n" for number in range(40)))
+    batch(tmp_path / "list.csv", tmp_path / "labelled", "shapes_cnn", maps=True)
+    table = groups(tmp_path / "labelled")
+    assert sum(group.images for group in table) == 40
+    assert 0 < right < 40
+    accuracies = [group.accuracy for group in table]
+    assert sum(group.images * (accuracy or 0) for group, accuracy in zip(table, accuracies, strict=True)) == right
+    assert None not in accuracies
+    assert all(group.accuracy == 1 for group in groups(run))  # target=0 for all images
+    assert {group.accuracy for group in groups(run, "places")} == {None}
+    batch(run.parent / "photos", tmp_path / "tops", "shapes_shortcut", maps=True)
+    assert {group.accuracy for group in groups(tmp_path / "tops")} == {None}
 
 
 def test_a_watermark_at_different_places_is_not_a_group_by_places(run: Path) -> None:

@@ -515,6 +515,9 @@ def test_a_class_outside_a_model_without_class_names_is_a_usage_error(
     ("words", "answer"),
     [
         (["explan", "x.jpg"], 'no command "explan"; did you mean "explain"?'),
+        (["explore"], 'no command "explore"; did you mean "serve"?'),
+        (["serve", "--port", "x"], "argument --port: x: expected a whole number: port of the page"),
+        (["trust", "x.jpg", "--draws", "x"], "99 for a level of 1 % (default: 19)"),
         ([str(COFFEE)], f"to explain it: saliency explain {COFFEE}"),
         (
             ["qqqq"],

@@ -294,7 +294,7 @@ def test_what_cannot_be_done_is_an_error(run: Run, source: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--workers", "x"], "x: expected number of threads"),
+        (["--workers", "x"], "x: expected a whole number: number of threads"),
         (["--classes", "no.txt"], "no.txt: expected class names, one per line or JSON; No such file or directory\n"),
         (["--format", "gif"], "invalid choice"),
         (["--target", "a", "--targets", "b"], "not allowed with"),

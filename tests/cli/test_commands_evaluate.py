@@ -209,7 +209,8 @@ def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
     ("words", "message"),
     [
         (["--metrics", "insertoin"], 'no metric "insertoin"; did you mean "insertion"'),
-        (["--metrics", "pointing_game"], r"pass masks="),
+        (["--metrics", "pointing_game"], "pass --objects FOLDER"),
+        (["--metrics", "deletion,insertoin"], 'no metric "insertoin"'),
         (["-m", "grad_cma"], "grad_cam"),
         (["--set", "stpes=3"], 'no option "stpes" of grad_cam or the metric; did you mean "steps"'),
         (["--target", "zebra"], "zebra"),

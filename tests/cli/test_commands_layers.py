@@ -175,7 +175,7 @@ def test_nothing_is_computed_that_was_not_asked_for(
         (["--gradients", "--target", "5000"], "class 5000 is outside 0..999"),
         (["--gradients", "weights"], "invalid choice: 'weights' (choose from 'layers', 'parameters')"),
         (["--depth", "0"], "--depth=0 is not a whole number of at least 1"),
-        (["--depth", "two"], "two: expected levels of nested layers"),
+        (["--depth", "two"], "two: expected a whole number: levels of nested layers"),
         (["--depth", "2", "--all"], "not allowed with argument"),
         (["--image", "missing.jpg"], "missing.jpg' cannot be read"),
     ],
@@ -195,12 +195,13 @@ def test_slips_are_answered_before_any_work_where_that_can_be(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("words", [["layers", "plain.py:model"], ["trust", str(COFFEE), "--model", "plain.py:model"]])
 def test_a_model_without_preprocessing_gets_the_option_to_pass(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plain.py").write_text("import torch\n\nmodel = torch.nn.Conv2d(3, 4, 3)\n")
-    assert main(["layers", "plain.py:model"]) == 2
+    assert main(words) == 2
     assert capsys.readouterr().err == "saliency: plain.py:model has no preprocessing; pass --preprocess\n"
 
 

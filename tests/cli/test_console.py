@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,15 @@ from PIL import Image
 from rich.cells import cell_len
 from rich.text import Text
 
+from saliency import Explanation, GradCAM, box, text
 from saliency.cli import main
 from saliency.cli.console import Screen, one_line
 from saliency.errors import SaliencyError, SaliencyWarning, visible
 from saliency.io.preprocess import drawable
+from saliency.metrics import measure
 from saliency.model.call import name_subjects
 from saliency.targets.classes import class_index, class_scores
+from saliency.testing import images, tiny_model
 from tests.batchwork import forked
 from tests.commandline import copies, started
 
@@ -121,7 +125,15 @@ def test_visible_names_keep_letters_and_escape_commands() -> None:
 
 def test_a_message_names_options_as_the_command_line_takes_them() -> None:
     assert one_line('pass smooth="positive"') == "use --set smooth=positive"
+    assert one_line("three other classes: pass others=[...]") == "three other classes: pass --others"
     assert one_line('negative; sign="signed" shows\nthem') == "negative; --set sign=signed shows them"
+
+
+IMAGES = images(1)
+
+
+def explain(target: Any = 0, **options: Any) -> Explanation:
+    return GradCAM(tiny_model(), **options).attribute(IMAGES, target)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +145,13 @@ def test_a_message_names_options_as_the_command_line_takes_them() -> None:
         (lambda: class_scores({"scores": torch.zeros(4), "boxes": torch.zeros(4)}), " --target box:0 for a detector"),
         (lambda: class_index("tabby", None), 'pass --classes FILE, or pass --target "text:..." for a text'),
         (lambda: drawable(Image.fromarray(np.zeros((4, 4), np.float32))), ", --preprocess range=low,high"),
+        (lambda: explain(box(index=0)), "a model that returns boxes, scores and labels as torchvision does"),
+        (lambda: explain(text("a cat")), "use a DualEncoder, such as --model open_clip/ViT-B-32"),
+        (
+            lambda: explain(layer="head"),
+            "set layout of the model in its file to a function from this output to maps (N, K, h, w)",
+        ),
+        (lambda: measure("iou", explain()), "the position of the object: pass --objects FOLDER"),
     ],
 )
 def test_advice_in_python_is_written_for_the_command_line(call: Callable[[], object], cure: str) -> None:
@@ -147,3 +166,19 @@ def test_advice_in_python_is_written_for_the_command_line(call: Callable[[], obj
 def test_a_quiet_screen_draws_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     Screen(quiet=True).table(["a"], [["b"]])
     assert capsys.readouterr().out == ""
+
+
+def run_into_closed_pipe(said: str, words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    with Path(said).open("w", encoding="utf-8") as sys.stderr:
+        code = main(words)
+        print(code, file=sys.stderr)
+
+
+@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"], ["methods", "rise"]], ids=" ".join)
+def test_a_closed_pipe_ends_a_command_silently(tmp_path: Path, words: list[str]) -> None:
+    forked(run_into_closed_pipe, str(tmp_path / "said"), words).join()
+    assert (tmp_path / "said").read_text("utf-8") == "141\n"

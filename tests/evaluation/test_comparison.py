@@ -434,8 +434,9 @@ def test_one_image_in_any_form_is_one_image(tmp_path: Path) -> None:
 
 def test_a_section_of_a_model_card_has_the_figures_and_what_was_not_measured(tmp_path: Path) -> None:
     found = results({"a": [1.0, 2.0, 3.0], "b": [2.0, 3.0, 4.0]}, control=0.5)
-    table = Comparison([replace(result, metric="deletion") for result in found])
+    table = Comparison([replace(result, metric="deletion") for result in found], model="resnet50")
     card = table.save(tmp_path / "card.md").read_text()
+    assert "Attribution methods on resnet50, and maps" in card
     rows = [line for line in card.splitlines() if line.startswith("|")]
     assert rows[0].split("|")[1:4] == [" metric ", " better ", " method "]
     assert len(rows) == 2 + len(table)

@@ -444,7 +444,7 @@ def test_the_output_reaches_the_function_as_the_model_gave_it(x: Tensor) -> None
         (lambda o: None, "the target returned NoneType"),
         (lambda o: o[:, 0].detach(), "has no gradient: the target or the model detaches it"),
         (lambda o: torch.ones(2, requires_grad=True), "does not depend on the input"),
-        (probability, "the target returned Probability"),
+        (probability, r"the target is probability itself; call it: probability\(\.\.\.\)"),
     ],
 )
 def test_a_function_that_gives_no_score_per_image_is_told_what_came(target: Any, message: str, x: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -379,7 +379,7 @@ class Subject(SharedResults):
     def masks(self) -> Tensor:
         """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
         if self._masks is None:
-            hint = "pass masks=... of shape (N, H, W), or --objects on the command line"
+            hint = "pass masks=... of shape (N, H, W)"
             note = "; the explained position is not ground truth: take an annotation, or another model"
             raise MethodError(f"this metric needs the position of the object: {hint}{note if self._is_located else ''}")
         size = self.explanation.input_size
@@ -521,7 +521,7 @@ def get_metric(name: object) -> type[Metric]:
 
 def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
     """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
-    requested = [metrics] if isinstance(metrics, str | Metric | type) else metrics
+    requested = metrics if isinstance(metrics, Iterable) and not isinstance(metrics, str) else [metrics]
     return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in requested]
 
 
