@@ -489,7 +489,7 @@ def without_crop(like: PreprocessLike | None, whole: Whole) -> Preprocess:
         ImageError: There is no preprocessing; or it is a function, and `whole` is "aspect", or the function does not
             give inputs of one size, or does more than resize, crop and normalise.
     """
-    return _described(like, f"whole={described(whole)}", is_function=whole == "aspect").without_crop(whole)
+    return _described(like, f"whole={whole!r}", is_function=whole == "aspect").without_crop(whole)
 
 
 def only_normalised(like: PreprocessLike | None) -> Preprocess:

@@ -31,6 +31,7 @@ from .rules import (
 )
 
 _ROUNDING = 128  # sums of parts below this many units of rounding of the other parts are treated as zero
+_ONE = torch.ones((), device="cpu")
 _LARGE = 1e15
 
 
@@ -251,5 +252,5 @@ def _spread(op: LinearOperation, quotients: Tensor, of_magnitudes: Tensor) -> Te
 
     At an input of zero, it is the limit from above, as where no input is negative: a gate of zero receives it.
     """
-    magnitudes = op.transposed(of_magnitudes, op.weight.abs())
-    return op.transposed(quotients, op.weight).add_(torch.where(op.input < 0, -magnitudes, magnitudes))
+    magnitudes, signs = op.transposed(of_magnitudes, op.weight.abs()), op.input + 0  # without -0.0
+    return op.transposed(quotients, op.weight).addcmul_(magnitudes, torch.copysign(_ONE, signs, out=signs))

@@ -79,7 +79,7 @@ def test_the_gain_of_compiling_is_printed_before_the_progress_unless_quiet(
     assert not "".join(capsys.readouterr())
     assert main(words) == 0
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"compiled in \d+ s; saves .*\n", err)
+    assert re.fullmatch(r"compiling the methods.*\ncompiled in \d+ s; saves .*\n", err)
     assert "5 of 5 images done, 3 in this run" in out
 
 

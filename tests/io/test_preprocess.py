@@ -348,7 +348,7 @@ def test_a_resolved_test_size_is_taken() -> None:
         (lambda: Preprocess((224, 224), 256, std=(0.5, 0.0, 0.5)), "divide by zero"),
         (lambda: Preprocess((0, 224), 256), "at least one pixel"),
         (lambda: Preprocess(size=128, resize=128), r"size=128: expected \(height, width\)"),  # type: ignore[arg-type]
-        (lambda: Preprocess(range=(0, 0)), r"range=\(0, 0\): expected two different pixel values"),
+        (lambda: Preprocess(range=(0, 0)), r"range=\(0, 0\): expected two different values"),
         (lambda: Preprocess(range=4095), "range=4095"),  # type: ignore[arg-type]
         (lambda: Preprocess(size=False), "size=False: expected"),  # type: ignore[arg-type]
         (lambda: Preprocess((8, 8), resize=True), "resize=True: expected the length of the shorter edge"),

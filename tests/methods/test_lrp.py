@@ -427,7 +427,7 @@ def test_concepts_may_be_read_at_a_layer() -> None:
     ("through", "fact"),
     [
         ({"bn1": [8]}, 'layer "bn1" has 8 channels, got channel 8'),
-        ({"bn1": 3}, r'expected channels by layer, such as \{"layer4.1": \[12, 40\]\}'),
+        ({"bn1": 3}, r'expected channels by layer, as in \{"layer4.1": \[12, 40\]\}'),
         ({"bn1": [-1]}, "expected channels by layer"),
         (["bn1"], "expected channels by layer"),
     ],
