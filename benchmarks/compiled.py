@@ -77,7 +77,7 @@ def run(source: Path, model: nn.Module, method: str, *, compiles: bool) -> tuple
             times.append(time.perf_counter())
 
     ours(source, source.parent / "out", model, (method,), compile=compiles, on_progress=report)
-    return (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1]), "".join(notes)
+    return (len(times) - WARM_UP) / (times[-1] - times[WARM_UP - 1]), notes[-1] if notes else ""
 
 
 def runs(count: int) -> None:
