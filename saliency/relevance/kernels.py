@@ -31,7 +31,7 @@ from .rules import (
 )
 
 _ROUNDING = 128  # sums of parts below this many units of rounding of the other parts are treated as zero
-_ONE = torch.ones((), device="cpu")
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _LARGE = 1e15
 
 
