@@ -278,7 +278,8 @@ def trust(
 
 def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
     """Return the subject of a faster method on the same image, with fewer passes or larger windows, if it has any."""
-    method, faster = copy.copy(subject.method), {"window": 64, "stride": 32}
+    exact, *_ = getattr(subject.method, "compiled", [subject.method])  # programs have fixed options
+    method, faster = copy.copy(exact), {"window": 64, "stride": 32}
     for name, least in (("passes", 100), ("steps", 5)):
         count: Any = getattr(method, name, None) or getattr(method, "default_passes", least)
         faster[name] = min(count, max(least, count // 20))

@@ -209,3 +209,10 @@ def test_the_model_is_unchanged_and_the_method_too(runs: Runs) -> None:
     assert vars(method) == options
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
+def test_the_tests_of_a_slow_compiled_method_use_as_few_passes(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saliency.evaluation.trust.SLOW", 0)
+    method = saliency.RISE(network(), passes=400, grid=3)
+    strips = [saliency.trust(each, images(1), 1, seconds=1e-6)["weights"].strip for each in (method, method.compile())]
+    assert strips[0] == pytest.approx(strips[1])
