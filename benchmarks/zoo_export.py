@@ -11,6 +11,7 @@ three, within 1e-5 of its largest value. Or the method is refused with the reaso
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import re
@@ -122,7 +123,8 @@ def verdicts(create: Create, model: nn.Module, x: Tensor, onnx: bool) -> Iterato
     """Yield the verdicts on the program and on the ONNX file."""
     method = create(model)
     maps = {count: saliency.heatmap(method.attribute(x[:count])) for count in (1, 3)}
-    rounding = partial(rounding_of, method, x, maps)
+    exact = create(copy.deepcopy(model).double())
+    rounding = partial(rounding_of, method, exact, x, maps)
     program, metadata, _ = captured(method, x[:1])
     run = program.module()
     yield "pt2", compared(maps, lambda count: run(x[:count])[2], rounding)
@@ -144,13 +146,14 @@ def compared(maps: dict[int, Tensor], run: Callable[[int], Tensor], rounding: Ca
     return f"{'rounded' if worst <= 2 * own else 'FAILED'}: {worst:.0e} ({own:.0e})"
 
 
-def rounding_of(method: saliency.Attribution, x: Tensor, maps: dict[int, Tensor]) -> float:
-    """Return the largest difference of the maps of `attribute` for images with other last digits."""
+def rounding_of(method: saliency.Attribution, exact: saliency.Attribution, x: Tensor, maps: dict[int, Tensor]) -> float:
+    """Return the largest difference of the maps of `attribute` for images with other last digits, and in float64."""
     copies = [x * (1 + ROUNDING * torch.randn(x.shape, generator=torch.Generator().manual_seed(n))) for n in SEEDS]
+    runs = [*((method, other) for other in copies), (exact, x.double())]
     return max(
-        error(saliency.heatmap(method.attribute(other[:count])), expected)
+        error(saliency.heatmap(run.attribute(other[:count])), expected)
         for count, expected in maps.items()
-        for other in copies
+        for run, other in runs
     )
 
 
@@ -190,8 +193,9 @@ def page(cells: list[dict[str, Any]]) -> str:
         "A cell has the largest difference between the map of the program and the map of `attribute`, for one image",
         "and for three, as a share of the largest value: of the program in PyTorch, then of the ONNX file in ONNX",
         f"Runtime. It works up to {MAX_DIFFERENCE:.0e}. For a larger difference, the effect of rounding is in",
-        "parentheses: the largest difference between the maps of `attribute` for the images and for copies with other",
-        "last digits. Up to twice this effect, the cell counts as rounded. Or the cell has the reason of the refusal.",
+        "parentheses: the largest difference between the maps of `attribute` for the images, for copies with other",
+        "last digits, and in float64. Up to twice this effect, the cell counts as rounded. Or it has the reason of the",
+        "refusal.",
         "An empty cell was not checked.",
         "",
         "| method | programs: work / rounded / refused / fail | ONNX files: work / rounded / refused / fail |",
