@@ -111,7 +111,9 @@ CALL: ContextVar[Any] = ContextVar("call")
 
 
 def warn(message: str, category: type[Warning] = SaliencyWarning) -> None:
-    """Issue a warning that points at the calling line outside this package."""
+    """Issue a warning that points at the calling line outside this package, unless the call has no warnings."""
+    if not getattr(CALL.get(None), "warns", True):
+        return
     warned = getattr(CALL.get(None), "warned", None)
     if warned is not None:
         caller = sys._getframe(1)

@@ -38,7 +38,7 @@ class Registry(dict[str, _Entry]):
             raise MethodError(f"got the class {name.__name__}; create an object of it, {name.__name__}(...)")
         if type(name) in self.values():
             kind, own = type(name).__name__, getattr(name, "name", "")
-            raise MethodError(f'got a {kind}; pass its name, "{own}", and its options as options=')
+            raise MethodError(f'got a {kind}; pass its name, "{own}", and its options apart')
         if not isinstance(name, str) or name not in self:
             raise MethodError(self._missing(name if isinstance(name, str) else described(name)))
         return self[name]

@@ -165,7 +165,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "a tensor as words": (lambda: API.words(X), "text=Tensor of shape"),
     "arrays as candidates": (lambda: API.Candidates(np.zeros((2, 4)), [1]), "and [1]; expected tensors of boxes"),
     "no processor": (lambda: API.generate(MODEL, None, IMAGE, "What?"), "expected the processor of the model"),
-    "a number as weights": (lambda: API.load("shapes_cnn", weights=5), "weights=5: expected a path"),
+    "a number as weights": (lambda: API.load("shapes_cnn", weights=5), "weights=5: expected the name of weights"),
     "a path to a preprocessing": (lambda: METHOD.preprocess("x.jpg"), "a path is opened by PIL.Image.open(path)"),
     "a target that was not called": (lambda: METHOD.attribute(X, API.box), "call it: box(...)"),
     "a class of networks as the target": (lambda: METHOD.attribute(X, torch.nn.Linear), "call it: Linear(...)"),

@@ -17,6 +17,7 @@ from ..model.call import bound
 from ..model.inputs import Group, InputBatch, Key, ModelInputs
 from ..validation import described
 from .explanation import Explanation, Sign
+from .heatmap import reduced_maps
 
 _DRAWN: dict[Sign, Callable[[Tensor], Tensor]] = {
     "signed": Tensor.clone,
@@ -81,8 +82,9 @@ class InputExplanations(Mapping[Any, Explanation]):
         Of path methods and relevance, "rest" is what no value explains.
         """
         first = next(iter(self.explanations.values()))
-        values = {name: explanation.values for name, explanation in self.explanations.items()} | dict(self.others)
-        sums = {name: _DRAWN[first.sign](tensor.double().flatten(1)).sum(1) for name, tensor in values.items()}
+        values = {name: reduced_maps(explanation, None) for name, explanation in self.explanations.items()}
+        values |= {name: _DRAWN[first.sign](tensor) for name, tensor in self.others.items()}
+        sums = {name: tensor.double().flatten(1).sum(1) for name, tensor in values.items()}
         if first.ledger is not None:
             absorbed = [name != "input" for name in first.ledger_names]
             sums["rest"] = first.ledger[:, absorbed].double().sum(1)

@@ -83,13 +83,8 @@ class ExplainMapper(Mapper):
         Raises:
             KeyboardInterrupt: The run was interrupted during the passes of a method.
         """
-
-        def check(*progress: object) -> None:
-            if self.is_interrupted():
-                raise KeyboardInterrupt
-
         start = perf_counter()
-        with listening(check):
+        with listening(self.check):
             explained = network.explain(batch)
         seconds = (perf_counter() - start) / (len(batch) * len(network.methods))
         return [
@@ -102,6 +97,7 @@ class ExplainMapper(Mapper):
         methods = [method for method in network.exact if method.name in loaded.slot.methods]
         explained = [method for method in methods if isinstance(results.get(method.name), Explanation)]
         shared = SharedResults()
+        name_subjects(loaded.slot.entry.source)
         return {method.name: trust_card(method, loaded, self.output.seconds, shared=shared) for method in explained}
 
     def finish(self, loaded: LoadedImage, results: ImageResults) -> list[Row]:

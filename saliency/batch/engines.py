@@ -83,6 +83,11 @@ class Mapper(ABC):
     is_interrupted: Callable[[], bool] = bool
     report: Callable[[str], object] = str
 
+    def check(self, *progress: object) -> None:
+        """Raise KeyboardInterrupt if the run was interrupted. A listener of passes."""
+        if self.is_interrupted():
+            raise KeyboardInterrupt
+
     @abstractmethod
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""
@@ -164,7 +169,7 @@ class LocalEngine:
             if mapper.options.compile:
                 mapper.report("compiling the methods, up to some minutes")
                 set_threads(threads)  # a program has as many threads as the thread that compiles it
-                notes = [network.compile(plan, self.parallel) for network in replicas]
+                notes = [network.compile(plan, self.parallel, mapper.check) for network in replicas]
                 mapper.report(notes[0])
             worker = Worker(mapper, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +21,7 @@ from ..aliases import option_hint
 from ..attribution.base import METHODS, Attribution, Together, get_method
 from ..attribution.explanation import Explanation
 from ..attribution.inputs import InputExplanations
-from ..attribution.passes import MultiPassAttribution
+from ..attribution.passes import MultiPassAttribution, listening
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
@@ -127,7 +127,7 @@ class Network:
         if self.preprocess is None and not all(entry.is_volume or entry.inputs for entry in entries):
             raise BatchError(f"{self._name} has no preprocessing; pass preprocess=")
 
-    def compile(self, plan: Plan, parallel: int) -> str:
+    def compile(self, plan: Plan, parallel: int, check: Callable[..., None]) -> str:
         """Compile the methods for the batches of a plan, and return a sentence about the time this takes and saves.
 
         The first image that can be read is explained as a batch of copies: as many as the first batch has images, two
@@ -137,6 +137,7 @@ class Network:
         Args:
             plan: The batches.
             parallel: Number of batches that run in parallel.
+            check: Called between calls and passes. It may raise KeyboardInterrupt.
         """
         slots = (slot for slot in chain.from_iterable(plan) if slot.entry.inputs is None)
         loaded = next((loaded for loaded in map(self.load, slots) if loaded.input is not None), None)
@@ -145,10 +146,16 @@ class Network:
         kinds = {isinstance(method, MultiPassAttribution) for method in self.exact}
         most, rounds = (len(kinds), 2) if True in kinds else (sys.maxsize, 4)
         batch, seconds = [loaded] * min(len(next(iter(plan))), most), list[float]()
-        for methods in (self.exact, [method.compile() for method in self.exact]) * rounds:
+        compiled_methods = [method.compile() for method in self.exact]
+        for methods in (self.exact, compiled_methods) * rounds:
             self.methods, start = methods, perf_counter()
-            self.explain(batch)
+            check()
+            with listening(check):
+                self.explain(batch)
             seconds.append(perf_counter() - start)
+        obstacles = [cast("Any", method).obstacle() for method in compiled_methods]
+        if all(obstacles):
+            return f"not compiled: {obstacles[0]}"
         exact, compiled = (min(seconds[first::2]) for first in (2, 3))  # the first round compiles
         saved, text = (exact - compiled) / len(batch) / parallel, f"compiled in {sum(seconds):.0f} s; saves"
         if saved <= 0:
@@ -240,6 +247,7 @@ class Network:
 
     def _explain_case(self, loaded: LoadedImage) -> Results:
         """Return the results of a case of several inputs, which is a batch of its own; none for an image."""
+        name_subjects(loaded.slot.entry.source)
         methods = [method for method in self.methods if loaded.inputs and method.name in loaded.slot.methods]
         return {method.name: attempt(method.attribute, loaded.inputs, loaded.target) for method in methods}
 

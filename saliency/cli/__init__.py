@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = _exit_code(words)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed from the start
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its exit
         return 128 + 13  # as after SIGPIPE

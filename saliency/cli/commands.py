@@ -380,6 +380,8 @@ def serve(arguments: argparse.Namespace, screen: Screen) -> int:
     paths = [word if "://" in word else Path(word).absolute() for word in words]  # a model may change the folder
     arguments.folder = named_inputs(words) or (paths[0] if len(paths) == 1 else paths)
     values = arguments_of(serve, arguments) | {"method": methods[0], "options": dict(arguments.options or ())}
+    if arguments.compile:
+        screen.say("compiling the method, up to some minutes")
     serve(**values)
     if any(thread.name == MODEL_THREAD for thread in threading.enumerate()):
         os._exit(0)  # the model hangs: Python would wait for its thread, or abort

@@ -634,7 +634,7 @@ class Session:
             entries = ", ".join(f"{entry!r}: ..." for entry in question.held.image)
             lines += [f"result = method.attribute({{{entries}}}, {question.code})  # your inputs"]
             lines += [f"saliency.figure(result).savefig({f'{cls.name}.png'!r})"]
-            return "\n".join(["import saliency", "", *lines, ""])
+            return "\n".join(["import saliency", "", *lines, ""]).replace("Preprocess(", "saliency.Preprocess(")
         imports, blend = ["import saliency"], []
         if alpha is not None:
             imports.append("from PIL import Image")

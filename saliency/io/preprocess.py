@@ -161,7 +161,9 @@ class Preprocess:
             values = getattr(self, name)
             values = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
             if not _are_numbers(values, (1, 3), is_real):
-                raise ImageError(f"{name}={values}: expected one finite number per channel, for RGB or greyscale")
+                raise ImageError(
+                    f"{name}={described(values)}: expected one finite number per channel, for RGB or greyscale"
+                )
             object.__setattr__(self, name, tuple(map(float, values)))
         if len(self.mean) != len(self.std):
             raise ImageError(f"mean={self.mean} and std={self.std}: expected the same number of channels")

@@ -60,6 +60,7 @@ class Call(NamedTuple):
         modules: The modules of the prepared model, the model first.
         other_layers: A function that returns the calls of layers that read other images, which are no default layers.
         warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
+        warns: Whether the call may warn. `warnings.catch_warnings` is not for threads.
         subjects: The images of a run that the thread processes.
         checks: The checks that wait for the result; see `check_later`.
         compiled: Two compiled functions of passes and their questions. They return scores, and scores and gradients, or
@@ -80,6 +81,7 @@ class Call(NamedTuple):
     modules: Sequence[nn.Module] = ()
     other_layers: Callable[[], frozenset[Reading]] | None = None
     warned: set[tuple[str, int]] | None = None
+    warns: bool = True
     subjects: tuple[str, ...] = ()
     checks: list[tuple[Tensor, Callable[..., None]]] | None = None
     compiled: Sequence[Callable[..., Any]] | None = None

@@ -38,7 +38,7 @@ def compiled(method: Attribution, mode: str | None) -> Attribution:
     kind = type(cls.__name__, (CompiledAttribution, cls), {"__module__": cls.__module__, "__doc__": None})
     compiled_method: Attribution = copy.copy(result)
     compiled_method.__class__ = kind
-    vars(compiled_method)["compiled"] = result, [program.explain for program in programs]
+    vars(compiled_method)["compiled"] = result, programs
     return compiled_method
 
 
@@ -46,7 +46,7 @@ class CompiledAttribution(Attribution):
     """Base of compiled methods. Calls that cannot be compiled run the method itself."""
 
     is_compiled = True
-    compiled: tuple[Attribution, Sequence[Callable[[Tensor, Questions], BatchAttribution | None]]]
+    compiled: tuple[Attribution, Sequence[Programs]]
 
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Explain one target."""
@@ -56,11 +56,16 @@ class CompiledAttribution(Attribution):
         """Explain several targets by the program; of a method of many passes, by programs of its passes."""
         method, programs = self.compiled
         if isinstance(method, MultiPassAttribution):
-            with bound(compiled=programs):
+            with bound(compiled=[program.explain for program in programs]):
                 return method.explain_targets(x, targets)
-        results = [programs[0](x, target) for target in targets]
+        results = [programs[0].explain(x, target) for target in targets]
         found = [result for result in results if result is not None]
         return found if len(found) == len(targets) else method.explain_targets(x, targets)
+
+    def obstacle(self) -> str:
+        """Return why no call has been compiled so far; empty if one has been."""
+        _, programs = self.compiled
+        return "" if any(program.is_used for program in programs) else next(iter(programs[0].reasons), "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attribution:
         """Return a copy of the method itself, because changes of the copied model would compile again each time."""
@@ -97,6 +102,10 @@ class Programs:
         method: The method.
         name: The name of the method that the caller compiled.
         mode: The mode of `torch.compile`.
+
+    Attributes:
+        reasons: Why calls were not compiled.
+        is_used: Whether a program has run.
     """
 
     def __init__(self, method: Attribution, name: str, mode: str | None) -> None:
@@ -104,7 +113,7 @@ class Programs:
         self._programs: dict[Any, CompiledProgram | str] = {}
         self._state: list[int] = []
         self._tensors: list[Tensor] = []
-        self._reasons = set[str]()
+        self.reasons, self.is_used = set[str](), False
 
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution | None:
         """Return the result of a program; None if there is no program, with a warning for each reason."""
@@ -121,11 +130,12 @@ class Programs:
         else:
             found = self._find(x.detach().contiguous())
         if isinstance(found, str) or classes is None:
-            if found not in self._reasons:
-                self._reasons.add(str(found))
+            if found not in self.reasons:
+                self.reasons.add(str(found))
                 warn(f"{self._name}: this call is not compiled: {found}")
             return None
         index = torch.tensor(classes, device=x.device).clamp(max=found.classes - 1)  # the target refuses other classes
+        self.is_used = True
         with torch.no_grad():
             scores, _, values = found.run(x.detach().contiguous(), index)
         if self._mode:  # CUDA graphs write the next results into the same memory

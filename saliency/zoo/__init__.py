@@ -6,8 +6,9 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from ..attribution.options import is_per_input
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..model.dual_encoder import DualEncoder
-from ..validation import check_path
+from ..validation import described
 from .checkpoints import SUFFIXES, load_checkpoint
 from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, ShapesNetworks, Source, Timm, Torchvision
 
@@ -72,6 +73,8 @@ def load(
         'espresso'
     """
     library, bare = _find(name)
+    if isinstance(chosen := cast("object", weights), Enum):  # of torchvision
+        weights = chosen.name
     file = None if weights is None else _checkpoint_path(weights)
     named = "default" if weights is None or file is not None else str(weights)
     classes = None
@@ -115,7 +118,10 @@ def _check_categories(categories: Sequence[str], classes: int | None) -> tuple[s
 
 def _checkpoint_path(weights: str | os.PathLike[str]) -> Path | None:
     """Return the path of a checkpoint, or None for the name of a library's weights."""
-    path = check_path("weights", weights).expanduser()
+    if not isinstance(weights, str | os.PathLike):
+        expected = 'the name of weights, such as "default", or the path of a checkpoint'
+        raise ModelError(f"weights={described(weights)}: expected {expected}")
+    path = Path(weights).expanduser()
     if not isinstance(weights, str):
         return path
     is_path = path.suffix in SUFFIXES or path.name != weights or (weights != "default" and path.is_file())

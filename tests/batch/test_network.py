@@ -144,9 +144,11 @@ def test_images_of_another_size_are_explained_exactly_and_one_warning_says_so(
 def test_a_target_that_is_no_class_is_explained_exactly(source: Path, tmp_path: Path, programs: Programs) -> None:
     target = saliency.contrast("cat", "dog")
     quick(source, tmp_path / "exact", target=target)
+    said: list[Progress] = []
     with pytest.warns(SaliencyWarning, match="grad_cam: this call is not compiled: the target is not a class"):
-        quick(source, tmp_path / "out", target=target, compile=True)
+        quick(source, tmp_path / "out", target=target, compile=True, on_progress=said.append)
     assert not programs.compiling
+    assert said[1].note == "not compiled: the target is not a class"
     assert_same(tmp_path / "out", tmp_path / "exact")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +15,7 @@ import saliency
 from saliency import Attribution, InputXGradient, VanillaGradient
 from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
-from saliency.errors import MethodError
+from saliency.errors import MethodError, SaliencyWarning
 from saliency.evaluation.comparison import combined_p
 from saliency.evaluation.metrics import exact_tests
 from saliency.evaluation.metrics.base import SharedResults, Subject
@@ -218,3 +219,20 @@ def test_the_other_images_of_a_comparison_are_those_of_other_classes() -> None:
     table = saliency.compare([InputXGradient(ColourClasses())], coloured(0, 1, 2, 3), None, "class")
     assert table[0].mean == pytest.approx(1)
     assert table[0].p == pytest.approx(combined_p(np.full(4, 1 / 24)))
+
+
+def test_maps_of_untrained_networks_do_not_warn_and_leave_the_filters_of_the_process() -> None:
+    class Dead(nn.Module):  # a map of zeros, of which `attribute` warns
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean((2, 3)) * self.weight
+
+    method, x = VanillaGradient(Dead()), torch.rand(1, 3, 8, 8)
+    with pytest.warns(SaliencyWarning, match="is 0 everywhere"):
+        explanation = method.attribute(x, 0)
+    before = [*warnings.filters]
+    WeightsTest(draws=3).measure(explanation, method=method, inputs=x)  # a warning would be an error
+    assert warnings.filters == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -20,11 +19,11 @@ from ...attribution.base import Attribution
 from ...attribution.explanation import Explanation
 from ...attribution.heatmap import reduced_maps
 from ...attribution.options import Option
-from ...errors import MethodError, SaliencyError, SaliencyWarning
+from ...errors import MethodError, SaliencyError
 from ...hooks.manager import HookManager
 from ...io.geometry import Box
 from ...model.answer import Answer
-from ...model.call import prepared_for_attribution, run_model
+from ...model.call import bound, prepared_for_attribution, run_model
 from ...targets.classes import class_scores
 from ...targets.words import words
 from ...validation import check_integer, check_number
@@ -178,8 +177,7 @@ def untrained_map(subject: Subject, draw: int) -> Tensor:
 def _untrained_map(subject: Subject, draw: int) -> Tensor:
     method = untrained(subject, draw)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SaliencyWarning)  # of maps that are zero
+        with bound(warns=False):  # of maps that are zero
             return full_size(method.attribute(subject.inputs_for(method, subject.images), subject.explained_target))
     except SaliencyError:
         return torch.zeros_like(subject.images[:, 0])
