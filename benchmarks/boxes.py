@@ -119,7 +119,7 @@ def measure(name: str, case: tuple[nn.Module, Tensor, Callable[[Any], Tensor], i
 
 
 class InsertionArea(saliency.VXCODE):
-    """The method, with the area under the similarity of each image, and its forwards without those of the area."""
+    """VXCODE that also measures the insertion area of each image, and counts the forwards of the search alone."""
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Explain an image, and store its area and forwards in `agreement` and `notes`."""

@@ -99,8 +99,8 @@ class InputExplanations(Mapping[Any, Explanation]):
         Shares have the signs of the sums, and their magnitudes sum to 1.
         """
         sums = self.sums
-        whole = torch.stack([*sums.values()]).abs().sum(0).clamp(min=torch.finfo(torch.double).tiny)
-        shares = {name: (rows / whole).tolist() for name, rows in sums.items()}
+        total = torch.stack([*sums.values()]).abs().sum(0).clamp(min=torch.finfo(torch.double).tiny)
+        shares = {name: (rows / total).tolist() for name, rows in sums.items()}
         return {name: rows[0] if len(rows) == 1 else rows for name, rows in shares.items()}
 
     def to(self, device: torch.device | str) -> InputExplanations:

@@ -116,9 +116,8 @@ def batch(
             started on this machine. Both write the same files.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1", each with a copy of the model. With "auto", a
             model that is passed as a module stays on its device.
-        compile: Whether the methods are compiled before the first image, see `Attribution.compile`. A
-            `Progress` before the first image says from how many images on this pays off. Files are equal up to
-            rounding.
+        compile: Whether the methods are compiled before the first image, see `Attribution.compile`. A `Progress`
+            before the first image says from how many images on this pays off. Files are equal up to rounding.
         workers: Number of threads for loading and drawing; by default one per core. On CPUs also the number of
             networks that run in parallel.
         batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators, or 1 with trust cards. If a batch

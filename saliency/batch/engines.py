@@ -34,7 +34,7 @@ from torch import nn
 
 from ..attribution.allocator import keep_memory
 from ..errors import SaliencyError, optional_import
-from ..model.call import bound, name_subjects
+from ..model.call import bound
 from .failures import BatchError, StoppedError, attempt, printable
 from .manifest import Row
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, replicate
@@ -120,7 +120,6 @@ class Worker:
         """Compute a batch, and start to finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
-        name_subjects(*(slot.entry.source for slot in batch))
         try:
             with bound(compiles=False):  # tracing changes the state of the process
                 results = self._mapper.compute(network, loaded)

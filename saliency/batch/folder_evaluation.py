@@ -17,6 +17,7 @@ from ..evaluation.comparison import Comparison, MetricResult, measure_image, uni
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
 from ..io.atomic_write import inside
 from ..methods.baselines import GivenImages
+from ..model.call import name_subjects
 from ..validation import described
 from .drawing import failure_columns, write_file
 from .engines import Mapper, open_engine
@@ -266,6 +267,7 @@ class MeasureMapper(Mapper):
     def _measure(self, network: Network, loaded: LoadedImage) -> list[Row]:
         rows: dict[str | None, Row] = {}
         slot, shared = loaded.slot, SharedResults()
+        name_subjects(slot.entry.source)
         for method in network.methods:
             if method.name not in slot.methods or self.is_interrupted():
                 continue
