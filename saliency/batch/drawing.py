@@ -1,6 +1,6 @@
 """Explain and draw images: overlays, images of the page, saved maps, trust cards and manifest rows.
 
-A map is a file for `Explanation.load`, with float16 values in their original resolution. Of a volume, it is a NIfTI
+A map is a file for `Explanation.load`, with float16 values in their original resolution. For a volume, it is a NIfTI
 file with float32 values in the resolution of the volume.
 """
 

@@ -94,7 +94,7 @@ class Mapper(ABC):
 
     @abstractmethod
     def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
-        """Return the rows of one image, during the passes of other batches."""
+        """Return the rows of one image. This runs during the passes of other batches."""
 
 
 class Worker:

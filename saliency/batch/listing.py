@@ -54,8 +54,8 @@ class ImageEntry(NamedTuple):
         size: Number of bytes from `offset`.
         stamp: Size and modification time (ns) of the file when it was listed, or of all files of a case; empty if
             there was no file.
-        inputs: The inputs of a case of a model with several, by name: absolute paths, of which `path` is the first, and
-            other arguments of the model. None for an image.
+        inputs: The inputs of a case of a model with several inputs, by name: absolute paths, of which `path` is the
+            first, and other arguments of the model. None for an image.
 
     The path of a DICOM series is its folder, and its label the name of the folder with the suffix .dcm.
     """
@@ -245,7 +245,7 @@ def with_names(
         entries: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
         most_per_folder: Number of images of a folder above which their names are in numbered subfolders, such as
-            "SUB/0001/cat". A folder of earlier runs is split if its listed images are.
+            "SUB/0001/cat". A folder of earlier runs is split if the images of the earlier runs are split.
     """
     if not entries:
         return []

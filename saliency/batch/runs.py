@@ -1,7 +1,8 @@
-"""Compare the maps of two runs of `saliency batch` over the same images, against the change without any reason.
+"""Compare the maps of two runs of `saliency batch` over the same images, relative to the change by chance.
 
-Maps are compared on a grid over the part of the image that either network saw. The yardstick are runs that differ only
-in what should not matter, such as the seed of the method or of the training, or mirrored copies of the images.
+Maps are compared on a grid over the part of the image that either network saw. The change by chance is measured by a
+yardstick: runs that differ only in what should not matter, such as the seed of the method or of the training, or
+mirrored copies of the images.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .options import NetworkOptions, OutputOptions, fingerprint
 from .store import ABOUT, read_head, read_listing
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
-LEAST = 0.1  # of a map that moved beyond chance; two trainings of one network differ by less, but significantly
+LEAST = 0.1  # fraction of a map that must move beyond chance; two trainings differ by less, but significantly
 NAMES = ("comparison.html", "comparison.json", "comparison.xml")
 MOST = 500  # images on the page
 FEWEST = round(1 / LEVEL) - 1  # images of a method, so that p can be as small as LEVEL
@@ -82,7 +83,7 @@ class ImageChange:
 
 @dataclass(frozen=True, slots=True)
 class ClassChange:
-    """Mean change of the images of one class, in the first run, and method.
+    """Mean change over the images of one class (in the first run), by one method.
 
     Attributes:
         name: The class.
@@ -115,7 +116,7 @@ _COLUMNS: tuple[Column[ClassChange], ...] = (
     Column("images", lambda row: str(row.images)),
     Column("rank correlation", lambda row: number(row.rank), hint="mean over the images"),
     Column("moved", lambda row: share(row.moved), hint="mean fraction of the map that moved"),
-    Column("by chance", lambda row: share(row.chance), hint="the same, of the runs without a reason"),
+    Column("by chance", lambda row: share(row.chance), hint="the same, between runs that differ only by chance"),
     Column("changed", lambda row: "" if row.p is None else str(row.changed), hint="images beyond 95 % of chance"),
     Column("p", lambda row: number(row.p), hint="corrected for all classes"),
     Column("", lambda row: "changed" if row.is_changed else "", "left"),
@@ -131,7 +132,7 @@ class RunComparison(Table[ClassChange]):
 
     Attributes:
         images: The changes of the images, largest first.
-        few: Methods with too few images to mark one of them.
+        few: Methods with too few images for any of them to be marked as changed.
     """
 
     def __init__(self, images: Iterable[ImageChange], notes: Iterable[str] = ()) -> None:
@@ -260,7 +261,7 @@ class _Mirrored:
         options, model, self._entries = run.network("give a run with another seed instead of --null")
         self._rows, self._methods, values = run.rows, {}, run.head["fingerprint"]
         if any(row["target"] is None for row in run.rows.values()):
-            raise BatchError(f"{run.folder} explains other targets than classes; give another run instead of --null")
+            raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
         for name in dict.fromkeys(method for _, method in run.rows):
             of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
             self._methods[name] = create_method(get_method(name), replace(options, **of_method), model)

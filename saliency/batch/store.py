@@ -164,7 +164,7 @@ def write_listing(folder: Path, entries: Sequence[ImageEntry]) -> None:
 
 
 def remove_temporary_files(folder: Path, subfolders: Iterable[str] = (*FOLDERS, RESULTS)) -> None:
-    """Remove the temporary files of writers that were killed, from the folder itself and from some in it."""
+    """Remove the temporary files of writers that were killed, from the folder and some of its subfolders."""
     below = (walked for name in subfolders for walked in os.walk(folder / name))
     for path, _, files in chain([next(os.walk(folder))], below):
         for name in filter(_TEMPORARY.fullmatch, files):
@@ -180,7 +180,7 @@ def clear(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[str]) -
 
 
 def remove_files(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
-    """Remove the files of some images. Files in linked folders stay."""
+    """Remove the files of some images. Files in linked folders are not removed."""
     checked = cache(partial(inside, folder))
     for entry in entries:
         files = [file_names(entry, method, suffix, with_manifest=True) for method in methods for suffix in FORMATS]
@@ -235,7 +235,7 @@ class Store:
         out: The output folder.
         entries: The images.
         methods: Names of the methods.
-        limit: Largest number of images to explain, all detections of each; None for all.
+        limit: Largest number of images to explain, with all their detections; None for all.
 
     Attributes:
         total: Number of entries to explain, from the first on.

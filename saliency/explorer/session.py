@@ -90,7 +90,7 @@ PAUSE = 1.0  # seconds until the first map of the passes so far, and between two
 FIGURE_DPI = 200
 SECONDS = 15.0  # for a trust card
 STYLE = {"opacity", "percentile", "threshold"}
-_HIDDEN = re.compile(r"\b(?:drop|act)(?:\d|_\w+)?$")  # layers inside those of timm that nobody chooses
+_HIDDEN = re.compile(r"\b(?:drop|act)(?:\d|_\w+)?$")  # layers inside the layers of timm that nobody chooses
 
 
 class StoppedQuestion(SaliencyError):  # noqa: N818 - nothing failed
@@ -191,7 +191,7 @@ class Session:
             cure = (
                 'saliency.explore(model, {"rgb": image, "depth": depth}), or saliency serve MODEL rgb=FILE depth=FILE'
             )
-            raise ModelError(f"the explorer needs the inputs of a model with several by name: {cure}")
+            raise ModelError(f"the explorer needs the inputs of this model by name: {cure}")
         batch = self._read(example)
         with self._default.call(batch), torch.no_grad():
             self._scan = scan_layers(self.model, batch.inputs)
@@ -301,7 +301,7 @@ class Session:
         Args:
             image: The file, or the number.
             name: The name of the file.
-            case: The number of an opened case of several inputs, of which the file replaces one.
+            case: The number of an opened case of several inputs; the file then replaces one of its inputs.
             index: The number of this input.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Read DICOM files of one image, and tell them from the slices of a series. It needs no torch."""
+"""Read DICOM files of one image, and distinguish them from the slices of a series. It needs no torch."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess 
 def locate_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None, x: Tensor) -> Tensor | None:
     """Return the position of the model's input on a volume; None if the input covers the whole volume.
 
-    The position is found by changing voxels of the volume, to see where the input changes. All other voxels stay,
-    because a crop may depend on the values, and a normalisation always does.
+    The position is found by changing voxels of the volume, to see where the input changes. All other voxels stay
+    unchanged, because a crop may depend on the values, and a normalisation always does.
 
     Args:
         volume: The volume (C, I, J, K).
@@ -122,7 +122,7 @@ def _moved_blocks(volume: Tensor, prepare: Preprocess | TransformPreprocess, x: 
     total, least = finite.sum(0).numpy(), 0.15 * (x.amax((1, 2, 3)) - x.amin((1, 2, 3))).sum()
     voxels = np.flatnonzero(total > total.mean())  # of the foreground, since a crop may depend on the background
     voxels = voxels if len(voxels) > _PROBES else np.arange(total.size)
-    # About three voxels of a coarse input, so that a block is seen between them.
+    # A block covers about three voxels of a coarse input, so that resampling cannot skip it.
     radius = max(0, int(2 * (total.size / x[0].numel()) ** (1 / 3) + 0.01) - 2)
     for index in np.transpose(np.unravel_index(np.random.default_rng(0).choice(voxels, _PROBES), total.shape)):
         starts, ends = np.maximum(index - radius, 0), np.minimum(index + radius + 1, sizes[0])

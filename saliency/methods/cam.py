@@ -109,8 +109,8 @@ class LayerCombination(LayerAttribution):
     """Base class of maps computed from one layer's activations and the gradients there.
 
     Args:
-        calls: Of a module that is called several times, as in a recurrent network, "sum" adds the maps of all calls,
-            each of which must see the whole image. By default the last call is read.
+        calls: For a module that is called several times, as in a recurrent network, "sum" adds the maps of all calls.
+            Each call must see the whole image. By default the last call is read.
     """
 
     needs = Needs("layers", backwards=1)

@@ -155,7 +155,7 @@ class DeepSHAP(DeepLIFT):
     """
 
     name = "deep_shap"
-    joins_inputs = False  # a colour is of one image
+    joins_inputs = False  # random colours are baselines of an image, not of joined inputs
     cost = "11 forwards, 10 backwards"
     preview_options: ClassVar = {"passes": 2}
     has_error = True

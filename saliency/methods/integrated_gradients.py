@@ -47,7 +47,7 @@ STEP_TOLERANCE = 1e-9
 
 
 class IntegratedGradients(TimedAttribution):
-    """The mean gradient on the straight path from a baseline to the image, times their difference.
+    """The mean gradient on the straight path from a baseline to the image, times the image minus the baseline.
 
     Formula: S = (x − x′) ⊙ ∫₀¹ ∇y(x′ + t (x − x′)) dt.
 

@@ -216,8 +216,8 @@ class AttentionMap(TracedAttribution):
     def query_relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of the tokens of the image tower to the queries of a bridge (N, queries, tokens).
 
-        By default, it is the rollout of the attention, with the identity for the residual connection of a query. The
-        rest of a sum of 1 is the relevance of the learned queries.
+        By default, it is the rollout of the attention, with the identity for the residual connection of a query. Each
+        row sums to 1 together with the relevance of the learned queries, which is not returned.
         """
         fractions: Tensor | None = None
         for call in attention.bridge:

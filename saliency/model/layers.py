@@ -164,7 +164,7 @@ class LayerTrace:
 
     @property
     def reading(self) -> frozenset[Reading]:
-        """What reads the image: layers, with their calls and rows."""
+        """The layers that read the image, with their calls and rows."""
         return frozenset((name, self.calls.get(name, -1), self.rows.get(name, ())) for name in self.sources)
 
 
@@ -274,8 +274,9 @@ def _default_scan(model: nn.Module, x: Tensor, target: _Score | None) -> LayerSc
 def feature_layer(model: nn.Module, x: Tensor) -> str:
     """Return the last layer of features with spatial output. Raises LayerError if there is none.
 
-    The layer needs no gradient, so it is the final norm of a vision transformer, and may be the output of the model.
-    Maps of class scores, which are finer than the coarsest features, are no features.
+    The score need not have a gradient at this layer: for a vision transformer, it is the final norm, even if this norm
+    returns the output of the model. Maps of class scores, which are finer than the coarsest features, are not treated
+    as features.
     """
     return _require_layer(trace_layers(model, x).features, model, x)
 
@@ -577,10 +578,10 @@ def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -
 def read_calls(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor], *, all_calls: bool) -> Sequence[Tensor]:
     """Return the outputs of the calls of a layer that are read: the last, or all calls.
 
-    Of several inputs, and of an answer, it is the call that reads the explained image.
+    For several inputs, and for an answer, it is the call that reads the explained image.
 
     Warns:
-        SaliencyWarning: The layer has parameters, so its other calls are not another use of an operation.
+        SaliencyWarning: The layer has parameters and is called several times, but only the last call is read.
     """
     batch = current_call().batch
     if batch is None or batch.arguments is None:

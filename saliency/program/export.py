@@ -138,7 +138,7 @@ def captured(
 def traced(
     method: Attribution, example: ImagesLike, target: int | str | None, *, is_map: bool = True
 ) -> tuple[ExportedProgram, Explanation, list[Tensor]]:
-    """Return a program, which returns the method's values instead of a map or not, and an example.
+    """Return a program, which returns a map, or the method's values if `is_map` is False, and an example.
 
     Returns:
         The program; the explanation of the example by `attribute`; and the inputs of the program for the example.

@@ -1,4 +1,4 @@
-"""Fast forms of the rules, by class of rule. Each is tested equal to the formula of its rule in float64.
+"""Fast forms of the rules, by class of rule. The tests compare each of them with the formula of its rule in float64.
 
 Products of single inputs and weights are never formed: with t = |W| |a|, their positive parts sum to (W a + t) / 2 and
 their negative parts to (W a - t) / 2. The relevance of a bias needs only the sums of the quotients R / z over all

@@ -127,7 +127,8 @@ class Propagation:
 
     Attributes:
         rules: The rule of each convolution and matrix product, by the address of its weights.
-        unmerged: The operations that keep batch norms from the convolution or matrix product before them.
+        unmerged: The operations that prevent the merging of a batch norm into the convolution or matrix product before
+            it.
         relevance: The relevance of the result of the operation `first`, in its shape.
     """
 

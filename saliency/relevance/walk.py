@@ -393,7 +393,7 @@ class Walk:
         Args:
             values: The values, in the shape of the result of a node.
             node: The node; None if images come first.
-            reading: The reading of ambiguous shapes; None for the reading of the ledger.
+            reading: How ambiguous shapes are interpreted; None to interpret them as the ledger does.
         """
         values, reading = at_least_float32(values), self._reading if reading is None else reading
         if self.images == 1:

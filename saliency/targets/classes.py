@@ -107,7 +107,7 @@ class ClassTarget(Target):
             raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
         count, classes = images.class_count(scores.shape[1]), self.classes
         is_binary = count > scores.shape[1]
-        if None in classes:  # with the smallest score, in one read
+        if None in classes:  # one transfer also reads the smallest score, for the link
             numbers = scores.detach()
             best = numbers[:, 0] if is_binary else numbers.argmax(1)
             smallest, *top = torch.cat([numbers.min()[None].float(), best.float()]).tolist()

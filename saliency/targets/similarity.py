@@ -239,7 +239,7 @@ def similarity(reference: Any = None, against: Any = None, measure: Measure = "c
         measure: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
 
     Raises:
-        TargetError: `measure` is unknown; or `against` or another measure than "cosine" is given without a reference.
+        TargetError: `measure` is unknown; or `against` or a measure other than "cosine" is given without a reference.
     """
     check_choice("measure", measure, get_args(Measure), error=TargetError)
     if reference is None:

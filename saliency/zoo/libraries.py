@@ -223,7 +223,7 @@ class OpenClip:
         config = _open_clip().get_pretrained_cfg(name, tag)
         repository = "/".join(config.get("hf_hub", "").split("/")[:2])
         with downloading(name, _hub_url(repository)):
-            # Some tags were trained with another activation than the architecture has.
+            # Some tags were trained with an activation that differs from the architecture's.
             options = {"pretrained": tag, "force_quick_gelu": config.get("quick_gelu", False)}
             model: nn.Module = _open_clip().create_model(name, **options)
         return model

@@ -22,7 +22,7 @@ from .faithfulness import correlation, row_ranks
 class ComplexityMetric(Metric):
     """Base class of the metrics of the distribution of a map's magnitudes, regardless of their positions.
 
-    Neither direction is better: a map on few pixels is easy to read, but not for that reason right.
+    Neither direction is better: a map on few pixels is easy to read, but not necessarily right.
     """
 
     @abstractmethod
