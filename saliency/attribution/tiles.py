@@ -208,7 +208,7 @@ def _require_mask(where: Any, size: Sequence[int]) -> None:
 def _same_in_all_tiles(target: Any) -> Any:
     """Return the target of every tile. Raises TargetError if it would differ from tile to tile."""
     classes = [target]
-    if isinstance(target, Probability | Contrast):  # a list of one class is the class
+    if isinstance(target, Probability | Contrast):  # a list of one class is treated as the class
         names = [name for name in ("target", "against") if hasattr(target, name)]
         parts: Any = {name: ClassTarget(per_image(getattr(target, name).classes, 1)[0]) for name in names}
         target, classes = replace(target, **parts), [part.classes for part in parts.values()]

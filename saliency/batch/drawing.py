@@ -200,7 +200,7 @@ class ImageDrawing:
         if output.with_manifest:
             heat = heat_image(scaled, frame, self._thumbnail_size, style.colormap, style.opacity)
             row["heat"] = encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
-        if output.maps and output.with_manifest:  # without standard errors, the image and times
+        if output.maps and output.with_manifest:  # saved without standard errors, the image and the times
             facts = {"size": frame.image.size, "box": frame.box, "range": self.columns["range"]}
             explanation = replace(explanation.with_evidence(error=None, run_stats=None), frames=(None,))
             row["map"] = save(*pack_explanation(explanation, facts))

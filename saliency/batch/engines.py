@@ -343,7 +343,8 @@ class RayEngine:
         """Put the mapper and the model into the shared memory of the cluster."""
         name = mapper.options.model_name
         try:
-            mapper = replace(mapper, options=replace(mapper.options, model=name), report=str)  # of this process
+            # The function `report` belongs to this process.
+            mapper = replace(mapper, options=replace(mapper.options, model=name), report=str)
             return self._ray.put((mapper, copy.deepcopy(model).cpu()))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(f"{name} must be picklable for Ray: {_in_one_line(error)}") from error

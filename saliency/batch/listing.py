@@ -46,7 +46,7 @@ class ImageEntry(NamedTuple):
         name: Stem of the output files of this image, relative to the folders of the run: "SUB/cat".
         folder: Folders between the source and the image.
         label: File name of the image.
-        detection: Rank of the detection to explain, in a run over detections that were listed; see `RunOptions`.
+        detection: Rank of the detection to explain, in a run over all detections; see `RunOptions`.
         target: Class index or name, or a target as text such as "box:0"; in runs without a listing, any target. None
             for the run's target.
         problem: Reason why there is no image to open; empty without a known problem.

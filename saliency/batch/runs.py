@@ -242,7 +242,7 @@ class SavedRun:
         options = NetworkOptions(model=values["model"], weights=weights, whole=values["whole"], preprocess=preprocess)
         now = fingerprint(options, OutputOptions())
         changed = [name for name in ("preprocess", "weights", "model source") if values[name] != now[name]]
-        changed += ["weights"] * str(weights).startswith("sha256:")  # of a model that was passed as a module
+        changed += ["weights"] * str(weights).startswith("sha256:")  # the model was passed as a module
         if changed:
             why = f"{changed[0]}: not stored, or changed since"
             raise BatchError(f"the model of {self.folder} cannot be loaded again ({why}); {cure}")

@@ -223,7 +223,7 @@ def is_output(path: str) -> bool:
 
 def _is_run(folder: Path) -> bool:
     try:
-        return b'"saliency batch ' in (folder / ABOUT).read_bytes()  # of any version
+        return b'"saliency batch ' in (folder / ABOUT).read_bytes()  # the marker of any version
     except OSError:
         return False
 
@@ -332,7 +332,7 @@ class ManifestStore(Store):
     ) -> None:
         self._start = time.monotonic()
         self._options, self._output, self._run = options, output, run
-        remove_temporary_files(out, ())  # of a run that was killed while it wrote its page
+        remove_temporary_files(out, ())  # left by a run that was killed while it wrote its page
         head = read_head(out)
         if head is not None and (run.restart or next(read_rows(out / MANIFEST), None) is None):
             clear(out, read_listing(out), head["methods"])
@@ -402,7 +402,8 @@ class ManifestStore(Store):
         self.head["preprocess"] = without_address(network.preprocess)
         if self._options.detections is not None:
             self._list_detections(network, self._options.detections)
-        # With trust cards, which take longer than all else, progress and interruptions are by image. Volumes are large.
+        # With trust cards, which take longer than all else, progress is reported, and a run can be interrupted, after
+        # each image. Volumes are large.
         is_slow = self._output.trust or any(entry.is_volume for entry in self.entries)
         chosen = self._run.batch_size
         size = chosen or max(1, min(1 if is_slow else batch_size, len(self.entries) // parallel))

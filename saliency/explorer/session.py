@@ -79,9 +79,9 @@ Result = Explanation | InputExplanations
 Poll = Callable[[], None]
 """Called between passes. It may raise `StoppedQuestion`."""
 
-MOST_BYTES, MOST_PIXELS = 64 * 2**20, 100_000_000  # of one image
+MOST_BYTES, MOST_PIXELS = 64 * 2**20, 100_000_000  # limits for one image
 HELD_IMAGES, HELD_PIXELS = 16, 200_000_000  # in memory; the newest image always stays
-HELD_RESULTS = 8  # of one image
+HELD_RESULTS = 8  # explanations of one image
 SAMPLE = "sample.jpg"
 PICTURE_SIDE, THUMBNAIL_SIDE, PICTURE_QUALITY = 1600, 160, 88
 LABELS_SIDE, NO_REGION = 256, 255
@@ -541,7 +541,7 @@ class Session:
     def _keep(self, question: PageQuestion, explanation: Result) -> Result:
         """Keep a complete explanation, with the settings of the question, and return it."""
         results = question.held.results
-        if isinstance(explanation, Explanation):  # of a case, no draft was computed
+        if isinstance(explanation, Explanation):  # not a case of several inputs, which has no drafts
             explanation = replace(explanation, settings=self._create(question).settings)
         results[question.key] = explanation
         if len(results) > HELD_RESULTS:

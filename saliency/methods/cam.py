@@ -87,7 +87,7 @@ class LayerAttribution(TracedAttribution):
     """Whether the method reads all levels of a detector instead of the last level only."""
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the needs at the named layer or layers, or at the default."""
+        """Return the needs of the method at its layer or layers, or at the default layer."""
         layers = (self.layer,) if isinstance(self.layer, str) else self.layer
         if layers is None and self.reads_levels:
             layers = default_layers(self.model, x, target)

@@ -662,7 +662,7 @@ def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArr
     Args:
         values: (H, W).
         regions: The regions, which may overlap.
-        least: A region that would add fewer pixels is dropped.
+        least: The smallest number of new pixels with which a region is kept.
     """
     from scipy.sparse import csr_matrix
 

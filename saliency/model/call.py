@@ -221,7 +221,7 @@ def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Mod
 _lock = threading.RLock()
 _held: dict[int, list[nn.Module]] = {}  # by holder, the modules that it keeps in evaluation mode
 _was_training: set[nn.Module] = set()
-_attributes: dict[nn.Module, dict[str, Any]] = {}  # of modules that cache tensors of inference_mode
+_attributes: dict[nn.Module, dict[str, Any]] = {}  # attributes of modules that cache inference tensors
 _eager_holders: set[int] = set()
 _eager_stance: list[Any] = []  # the compiler's stance, while there are holders
 
@@ -348,7 +348,7 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         checks = list[tuple[Tensor, Callable[..., None]]]()
         stack.enter_context(bound(**call, modules=modules, checks=checks))
         yield
-        if checks:  # of a method whose result became no explanation
+        if checks:  # left by a method whose result did not become an explanation
             read_back(torch.empty(0, 1, dtype=torch.float32, device="cpu"))
 
 
@@ -415,7 +415,7 @@ def last_operation(tensor: Tensor, names: MutableMapping[Tensor, str]) -> str:
         tensor: The tensor.
         names: The operations of such tensors; see `Call.logits`.
     """
-    base = view_base(tensor)  # of the part of one image
+    base = view_base(tensor)  # the part of one image may be a view
     return names.get(tensor if base is None else base, "")
 
 
@@ -553,7 +553,7 @@ def unwrap(model: object) -> nn.Module:
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner = model.module
         if inner is None and hasattr(model, "predictor") and hasattr(model, "overrides"):
-            inner = getattr(model, "model", None)  # of YOLO, whose own call is a pipeline under inference_mode
+            inner = getattr(model, "model", None)  # YOLO: its own call is a pipeline under inference_mode
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -70,7 +70,7 @@ class ClassScore:
 def is_probability(question: Question) -> bool:
     """Return whether the score is the probability of a class, whose gradient vanishes near 0 and 1."""
     score: Any = question.score
-    owner = getattr(score, "__self__", score)  # of the method `ClassScore.probability`
+    owner = getattr(score, "__self__", score)  # the object, if the score is its method `ClassScore.probability`
     return isinstance(owner, ClassScore) and (owner is not score or owner.link == "identity")
 
 

@@ -38,7 +38,7 @@ class ModelInfo:
     preprocess: PreprocessLike | None  # None if unknown
     categories: tuple[str, ...] | None  # None if the class names are unknown
     classes: int | None  # None if their number is unknown
-    tokenizer: Any = None  # of a model of images and texts
+    tokenizer: Any = None  # only for a model of images and texts
 
 
 class Torchvision:

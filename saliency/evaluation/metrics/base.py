@@ -270,7 +270,7 @@ class Subject(SharedResults):
         scored = self.scored_target
         with reader.call(_batch(images), [scored]), torch.no_grad(), self.bound(images):
             target = Questions(scored, reader.images(images))
-            if isinstance(target.target, SelfSimilarity):  # to the images of the explanation
+            if isinstance(target.target, SelfSimilarity):  # the similarity to the images of the explanation
                 target(self.output)
             return target(run_model(reader.model, images))
 

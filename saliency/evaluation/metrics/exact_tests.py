@@ -178,7 +178,7 @@ def untrained_map(subject: Subject, draw: int) -> Tensor:
 def _untrained_map(subject: Subject, draw: int) -> Tensor:
     method = untrained(subject, draw)
     try:
-        with bound(warns=False):  # of maps that are zero
+        with bound(warns=False):  # do not warn about maps that are zero
             return full_size(method.attribute(subject.inputs_for(method, subject.images), subject.explained_target))
     except SaliencyError:
         return torch.zeros_like(subject.images[:, 0])
