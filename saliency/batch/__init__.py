@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
-# Here and in `evaluate`, the options of a run are spelled out: editors and type checkers read no signature that
-# a decorator builds, and a `TypedDict` would be a third list, without the defaults.
+# Here and in `evaluate`, the options of a run are spelled out: editors and type checkers cannot read a signature that a
+# decorator builds, and a `TypedDict` would repeat the list without the defaults.
 @answer_keywords
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any],

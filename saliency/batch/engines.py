@@ -117,7 +117,7 @@ class Worker:
         self.io = ThreadPoolExecutor(threads, "saliency-io", set_threads, (1,))
 
     def run(self, batch: Sequence[BatchSlot]) -> list[Future[list[Row]]]:
-        """Compute a batch, and start to finish its images. Return the future rows of every image."""
+        """Compute a batch, and let threads finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         try:

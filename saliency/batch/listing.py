@@ -245,7 +245,7 @@ def with_names(
         entries: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
         most_per_folder: Number of images of a folder above which their names are in numbered subfolders, such as
-            "SUB/0001/cat". A folder of earlier runs is split if the images of the earlier runs are split.
+            "SUB/0001/cat". A folder of earlier runs has such subfolders if the listed images have them.
     """
     if not entries:
         return []

@@ -77,7 +77,7 @@ class ImageChange:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the map moved more than 95 % of the maps moved by chance."""
+        """Whether the map moved more than 95 % of the maps move by chance."""
         return self.p is not None and self.p <= LEVEL
 
 
@@ -188,8 +188,8 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
         mirrored: Whether the first run is also compared with maps of the mirrored images by its model.
 
     Raises:
-        BatchError: A folder has no maps, no image and method is in all runs, or the model of the first run cannot be
-            loaded by its name alone for mirrored images.
+        BatchError: A folder has no maps, no image has a map by one method in all runs, or the model of the first run
+            cannot be loaded by its name alone for mirrored images.
     """
     runs = [SavedRun(folder) for folder in (first, second, *same)]
     keys = [key for key in runs[0].rows if all(key in run.rows for run in runs)]

@@ -134,7 +134,7 @@ class DeepSHAP(DeepLIFT):
 
     Because the baselines differ, no colour is left without attribution. By default they are random colours from the
     normal distribution of the normalised input, which need no data; the authors draw training images. For linear and
-    additive models, the values are the Shapley values whose missing pixels come from the baselines.
+    additive models, the values are the Shapley values for which missing pixels are taken from the baselines.
 
     Args:
         baseline: "colours", or several baselines as for `IntegratedGradients`: a list, or a float tensor (K, C, H, W).

@@ -478,8 +478,8 @@ class TokenStream:
     def skip_gradients(self) -> dict[AttentionCall, Tensor]:
         """Return the gradients at the results of the blocks' attention that run along skip connections only.
 
-        The gradient at the tokens after the last block is the gradient at the sum of each branch, since no branch
-        passes it on to earlier tokens. From the sum, it reaches the attention of the branch.
+        No branch passes gradient on to earlier tokens, so the gradient at the sum of each branch equals the gradient at
+        the tokens after the last block. From the sum, it reaches the attention of the branch.
 
         Raises:
             NotApplicableError: A block has no skip connection from the tokens before it to a sum.

@@ -284,8 +284,9 @@ def feature_layer(model: nn.Module, x: Tensor) -> str:
 def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
     if layer is None:
         raise LayerError(
-            f"no layer of {type(model).__name__} has a spatial output, not mirrored, of the whole image for an input "
-            f"of {as_text(x.shape[2:])}; pass layer=, a larger image, or the network inside a model that flips images"
+            f"no layer of {type(model).__name__} has a spatial output, not mirrored, that covers the whole image, "
+            f"for an input of {as_text(x.shape[2:])}; "
+            "pass layer=, a larger image, or the network inside a model that flips images"
         )
     return layer
 
@@ -570,7 +571,7 @@ def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, targ
 
 
 def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -> Tensor:
-    """Return the output of the last call of a layer that reads the image, of the outputs of all its calls."""
+    """Return the output of the last call that reads the image, from the outputs of all calls of a layer."""
     has_others = len(calls) > 1 and current_call().caches is not None
     return calls[trace_layers(model, x).calls.get(name, -1) if has_others else -1]
 

@@ -40,7 +40,7 @@ class Passed(NamedTuple):
 
     Attributes:
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
-        relevance: The relevance of the input, of rules that also give relevance to an input of zero.
+        relevance: The relevance of the input, for rules that also give relevance to an input of zero.
         biases: The relevance that the bias absorbs, by image (row of a matrix product) or channel; None if it is zero.
         lost: The relevance that nothing receives, in the shape of `biases`; None if it is zero.
     """

@@ -79,7 +79,7 @@ class MultiplierStep(NamedTuple):
 
 
 class Multipliers:
-    """The rule of one walk: the multipliers of the operands of each operation between two forwards.
+    """The rule of one walk: it gives the multipliers of the operands of each operation, from two forwards.
 
     Args:
         grads: The scores of the images.

@@ -419,7 +419,7 @@ def draw_panels(
 
     Args:
         rows: The panels of each row.
-        width: The width of a panel, in inches as all lengths.
+        width: The width of a panel, in inches, like all lengths here.
         space: The height of the space at each row, for titles and colour bars.
         title: A title above everything.
         below: The height of an empty second subfigure; 0 for none.
