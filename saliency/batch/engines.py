@@ -264,7 +264,7 @@ class Resources:
 
 @contextmanager
 def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEngine]:
-    """Connect to the Ray cluster of this process or at RAY_ADDRESS. Without one, start one until the block ends.
+    """Connect to the Ray cluster of this process or at RAY_ADDRESS; if there is none, start one for the block.
 
     Args:
         device: "auto", "cpu" or "cuda".

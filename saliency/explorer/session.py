@@ -239,7 +239,7 @@ class Session:
                         create_method(cls, replace(self._options, layer=None), self.model).attribute(image)
                 except NotApplicableError as error:
                     reasons[name] = str(error)
-                except USER_CODE_ERRORS:  # shown when the method is chosen
+                except USER_CODE_ERRORS:  # the error is shown when the method is chosen
                     pass
         return reasons
 

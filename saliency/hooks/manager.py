@@ -252,7 +252,7 @@ class HookManager(ExitStack[None]):
         Args:
             tensor: The input, before or after the call.
             edges: The operations of the call that pass gradient to the input.
-            rule: From the sum of their gradients to its replacement; None keeps the sum.
+            rule: The function from the sum of their gradients to its replacement; a result of None keeps the sum.
         """
         accumulator = graph.GradAccumulator(graph.GradSpec(tensor.shape, tensor.dtype), rule)
         by_age = sorted(edges, key=lambda edge: graph.sequence_nr(edge.node))

@@ -288,7 +288,7 @@ def is_batch_norm(op: Op) -> bool:
 @cache
 def _is_stored(op: Op, keep: SavedValues) -> bool:
     """Return whether a record stores the operands of an operation."""
-    # The gradient and the constants of other operations are enough.
+    # For `others`, the operands need not be stored: rules read only their gradient and constants.
     others = PLAIN if keep == SavedValues.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
     others = others | SOFTMAX | {"mul", "div"} if keep == SavedValues.ACTIVATIONS else others
     return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)

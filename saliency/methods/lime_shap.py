@@ -146,9 +146,9 @@ class LIME(CoalitionSampling):
 
     Args:
         width: The width of the weights, in units of the cosine distance.
-        penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. It
-            shrinks them, by about 4 penalty / (sum of weights), which the errors do not include. The authors' code
-            uses 1; with 0, the default, an additive model is recovered exactly.
+        penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. The
+            penalty shrinks the coefficients by about 4 penalty / (sum of weights), which the errors do not include. The
+            authors' code uses 1; with 0, the default, an additive model is recovered exactly.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the coefficient of a segment, divided evenly among its
     pixels.

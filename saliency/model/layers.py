@@ -606,7 +606,7 @@ def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
 LayoutFunction = Callable[[Tensor], Tensor]
 """A function from the output of a layer to maps (N, K, h, w), which only selects and rearranges its values."""
 
-_CHANNELS_FIRST = (  # by definition
+_CHANNELS_FIRST = (  # layers whose outputs are channels first by definition
     *(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d),
     *(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.InstanceNorm3d),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),

@@ -22,7 +22,7 @@ from .question import Images, Prompt, Question, QuestionBatch, Target
 Measure = Literal["cosine", "dot", "distance"]
 ITSELF = "similarity to itself"
 """The name of the target `similarity()` only."""
-_MOST_NAMED = 3  # with more other texts, a name has only their number
+_MOST_NAMED = 3  # other texts that the name of a target lists; of more texts, it states only the number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
