@@ -19,13 +19,13 @@ _R = TypeVar("_R")
 
 @cache
 def table(name: str) -> dict[str, list[str]]:
-    """Return a table of `aliases.toml`: for each of our names or advices, the other names that it answers."""
+    """Return a table of `aliases.toml`: for each name or advice here, the names of others that it replaces."""
     tables = tomllib.loads(resources.files(__package__).joinpath("aliases.toml").read_text(encoding="utf-8"))
     return {ours: theirs.split() for ours, theirs in tables[name].items()}
 
 
 def matches(name: str, table_name: str) -> list[str]:
-    """Return our names or advice for another name in a table of `aliases.toml`."""
+    """Return the names or advice of this toolkit for a name from elsewhere, from a table of `aliases.toml`."""
     return [ours for ours, theirs in table(table_name).items() if name in theirs]
 
 
@@ -41,9 +41,10 @@ def option_hint(name: str, names: Collection[str]) -> str:
 
 
 def answer_keywords(value: _R) -> _R:
-    """Return a function or class that answers unknown keywords as methods do; anything else is returned unchanged.
+    """Return a function or class whose error for an unknown keyword suggests the right one, as for methods.
 
-    A function that takes any keyword, or that is decorated, answers them itself.
+    Functions that take any keyword, and decorated functions, are returned unchanged: they report unknown keywords
+    themselves.
     """
     public: Any = value
     call = vars(value).get("__init__") if isinstance(value, type) else value
@@ -65,7 +66,7 @@ def answer_keywords(value: _R) -> _R:
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hide the catch-all for unknown keywords, which `refuse_keywords` answers, from a signature."""
+    """Hide `**keywords`, which only passes unknown keywords to `refuse_keywords`, from a signature."""
     signature = inspect.signature(function)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
     vars(function)["__signature__"] = signature.replace(parameters=parameters)
@@ -73,9 +74,9 @@ def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def answered_on_class(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let calls without required arguments, as on a class, reach the function, which answers them in one sentence.
+    """Let calls without required arguments, such as calls on a class, reach the function, which raises a clear error.
 
-    The missing arguments are `inspect.Parameter.empty`, so that the signature stays.
+    Missing arguments get the value `inspect.Parameter.empty`, with which the signature does not change.
     """
     plain = cast("FunctionType", function)
     defaults = plain.__defaults__ or ()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
 from .aliases import matches
 from .errors import MethodError, SaliencyError, did_you_mean
 
-_LONGEST = 80  # of a value in an error, in characters
+_LONGEST = 80  # characters of a value in an error
 _Choice = TypeVar("_Choice")
 _Entry = TypeVar("_Entry")
 

@@ -95,8 +95,9 @@ class Attribution(HasOptions, ABC):
             configuration, an image processor of Hugging Face, or any function from a PIL image to a tensor. By default
             `model.preprocess`.
         categories: The class names in the order of the output, or a mapping of index to name, which may have gaps. By
-            default `model.categories`, or `config.id2label` of a Hugging Face model. If the model returns one number
-            per image, the second of two names belongs to the number, and the first to its negative.
+            default `model.categories`, or `config.id2label` of a Hugging Face model. For a model that returns one
+            number per image, pass two names: the number is the score of the second class, and its negative the score of
+            the first.
         whole: Whether the model sees the whole image instead of a crop: True resizes it to the model's input, "aspect"
             keeps its aspect ratio, for models that take any size. Float tensors are used unchanged.
         layout: For tokens and channels whose layout is not recognised, a function from the output of the read layer,
@@ -267,8 +268,8 @@ class Attribution(HasOptions, ABC):
                 "box:0", a function of the model's output, or a list of these with one entry per image.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
                 arrays and lists with N entries have one for each image, on any device; others are passed unchanged.
-            explain: Of several inputs, the names of the images to explain; by default all. A tuple of names explains
-                images of one size as one, so that a method hides the same place in all of them.
+            explain: For several inputs, the names of the images to explain; by default all. A tuple of names in it
+                treats images of one size as a single image, so that a method hides the same place in all of them.
 
         Returns:
             An `Explanation`; of several inputs, `InputExplanations` with one for each image.
@@ -340,12 +341,12 @@ class Attribution(HasOptions, ABC):
         On a CPU, calls take 0.51 to 0.87 of the time; see docs/benchmarks.md. The first call of each image size
         compiles, which takes 10 to 90 seconds: once for single images, and once for batches of any size. A change of
         the model compiles again. Results equal those of this method up to rounding, without the evidence that a program
-        does not compute, such as coverage, ledger and residual. Calls that cannot be compiled, as for other targets
-        than a class, run this method, and a warning says why. Methods of many passes run their passes compiled. Each
-        program holds a copy of the weights.
+        does not compute, such as coverage, ledger and residual. Calls that cannot be compiled, such as calls for
+        targets other than a class, run this method, and a warning states the reason. For methods of many passes, the
+        passes are compiled. Each program holds a copy of the weights.
 
         Args:
-            mode: As of `torch.compile`, such as "reduce-overhead" for CUDA graphs.
+            mode: As for `torch.compile`, such as "reduce-overhead" for CUDA graphs.
         """
         if not isinstance(self, Attribution):
             _refuse_call(self, "compile()")
@@ -408,7 +409,7 @@ class Attribution(HasOptions, ABC):
                 raise MethodError(f"{problem}; the inputs are {', '.join(map(str, names))}")
 
     def explains_together(self) -> bool:
-        """Return whether one pass explains all inputs of a model with several."""
+        """Return whether one pass explains all inputs of a model with several inputs."""
         return self.joins_inputs
 
     @abstractmethod
@@ -483,7 +484,7 @@ class Attribution(HasOptions, ABC):
             sign=self.sign,
             settings=self.settings,
         )
-        # The notes follow from the explanation. Its mapping may still change, because no caller has it yet.
+        # The notes follow from the explanation. Its mapping `evidence` may still change, because no caller has it yet.
         evidence["notes"] = tuple(self._notes(explanation, asked))
         return explanation
 
@@ -749,7 +750,7 @@ def explain_by_image(
 
 
 def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str:
-    """Return the name of the layer to which all targets, which are neurons, belong.
+    """Return the name of the one layer that contains all targets, which are neurons.
 
     Raises:
         LayerError: There is no such layer.
@@ -762,7 +763,7 @@ def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str:
 
 
 def require_methods(methods: Sequence[Attribution], example: str) -> None:
-    """Raise MethodError unless these are methods; the error shows the example."""
+    """Raise MethodError, with an example of a method, unless these are methods."""
     is_list = isinstance(methods, list | tuple) and bool(methods)
     if not is_list or not all(isinstance(method, Attribution) for method in methods):
         raise MethodError(f"expected methods, such as {example}")

@@ -218,7 +218,8 @@ def rank_correlation(first: Tensor, second: Tensor) -> float:
 def tied_ranks(values: Tensor, tolerance: float = 0.0) -> Tensor:
     """Return the rank of each value (n,), from the lowest; ties get their mean rank.
 
-    Neighbouring values that differ by at most the tolerance are ties. A run of ties that spans more is cut.
+    Neighbouring values that differ by at most the tolerance are ties. A run of ties that spans more than the tolerance
+    is split.
     """
     array = values.detach().cpu().numpy()
     order = np.argsort(array)  # four times as fast as PyTorch's

@@ -130,7 +130,7 @@ class Explanation(BatchAttribution):
         settings: The method's options.
         target: The class index of each image; None if the target is not a class.
         target_names: The names of the target: a class name, `class 7`, `tiger cat rather than tabby`.
-        contrasts: Whether the score of each image is a difference, as of `saliency.contrast`.
+        contrasts: Whether the score of each image is a difference, as for `saliency.contrast`.
         target_boxes: The box that each image's target explains, (left, top, right, bottom) in pixels of the model's
             input; None for other targets. Empty without boxes.
         probabilities: (N,) the probability of each image's class, and of the first class of a contrast; None if no
@@ -182,7 +182,7 @@ class Explanation(BatchAttribution):
 
     @property
     def contrasts(self) -> tuple[bool, ...]:
-        """Whether each score is the difference of two scores, as of two classes."""
+        """Whether each score is the difference of two scores, such as the scores of two classes."""
         return tuple(question.is_difference for question in self.questions)
 
     @property
@@ -193,7 +193,7 @@ class Explanation(BatchAttribution):
 
     @property
     def image_share(self) -> Tensor | None:
-        """The fraction (N,) of the sum of absolute `token_shares` that images have; None without `token_shares`."""
+        """The fraction (N,) of the absolute `token_shares` that image tokens have; None without `token_shares`."""
         if self.token_shares is None:
             return None
         is_image = torch.tensor([token is None for token in self.tokens], device=self.token_shares.device)
@@ -206,14 +206,14 @@ class Explanation(BatchAttribution):
 
         It was compared with measured errors, float32 against float64, on five networks. The similarity of an image to
         itself has a gradient of zero. For this score, the largest values of gradients, Grad-CAM and Layer-CAM are at
-        most 0.23 times this error. Those of Grad-CAM++ and DeconvNet reach 5 times this error. For a probability of
-        1 - 1e-6 the maps are still correct, and their largest values are at least 2.8 times this error. float16 and
-        bfloat16 are treated as float32: the errors of their gradients are relative, and far below the rounding error
-        of the score.
+        most 0.23 times this error. The largest values of Grad-CAM++ and DeconvNet reach 5 times this error. For a
+        probability of 1 - 1e-6 the maps are still correct, and their largest values are at least 2.8 times this error.
+        float16 and bfloat16 are treated as float32: the errors of their gradients are relative, and far below the
+        rounding error of the score.
 
         It is 0 with a ledger, as in LRP. The errors of its values are relative too: where biases absorb all but 1e-4 of
-        the score, the values at the pixels are still correct to 6e-6 of their largest with z+ and gamma, and to 1e-3 to
-        7e-2 with epsilon and alpha-beta.
+        the score, the values at the pixels still have errors of at most 6e-6 of the largest value with z+ and gamma,
+        and 1e-3 to 7e-2 with epsilon and alpha-beta.
         """
         is_in_score = self.units in _IN_SCORE and "ledger" not in self.evidence
         kind = torch.float64 if self.values.dtype == torch.float64 else torch.float32

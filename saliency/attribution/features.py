@@ -79,17 +79,17 @@ class Features:
     def parts(self, count: int, *, seed: int = 0) -> list[Explanation]:
         """Divide the features into parts, each an explanation of all images: by semi-nonnegative matrix factorisation.
 
-        The features of a cell are approximated by a sum of the features of the parts, with the values of its cell as
-        non-negative weights. The features may have any sign, as those of transformers. The same part has the same
-        features in all images, so pass several images of one kind of object. The values (N, 1, h, w) of a part are
-        fractions of its largest; the largest part is the first.
+        The features of a cell are approximated by a weighted sum of the features of the parts. The weights are not
+        negative: they are the values of the parts at this cell. The features may have any sign, as in transformers. The
+        same part has the same features in all images, so pass several images of one kind of object. The values (N, 1,
+        h, w) of a part are fractions of its largest; the largest part is the first.
 
         Args:
             count: The number of parts.
             seed: The seed of the start.
 
         Raises:
-            LayerError: There are fewer cells than parts, without outliers.
+            LayerError: There are fewer cells than parts, not counting outliers.
 
         Source: Ding et al., "Convex and Semi-Nonnegative Matrix Factorizations" (2010),
             https://doi.org/10.1109/TPAMI.2008.277; Collins et al., "Deep Feature Factorization" (2018),
@@ -128,10 +128,10 @@ class Features:
         """Return the first three principal components of the cells of all images as colours (N, 3, h, w), 0 to 1.
 
         Equal colours mean similar features, also in different images. First, the first component of all cells is
-        divided into two parts by Otsu's threshold. The foreground is the part of which fewer cells, in proportion, lie
-        at the borders of the images; other cells are 0, and so are outliers. The components of the foreground are then
-        scaled to unit variance over all images and mapped by sigmoid(2 z), as in the demo of DINOv3. The largest weight
-        of each component is positive, so the colours are always the same.
+        divided into two parts by Otsu's threshold. The foreground is the part with the smaller fraction of its cells at
+        the borders of the images. The colours of all other cells, and of outliers, are 0. The components of the
+        foreground are then scaled to unit variance over all images and mapped by sigmoid(2 z), as in the demo of
+        DINOv3. The largest weight of each component is positive, so the colours are always the same.
 
         Args:
             foreground: Whether the background is removed first.

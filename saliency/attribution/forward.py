@@ -35,7 +35,7 @@ from .questions import Questions, explained_answer
 T = TypeVar("T")
 
 _READABLE_VALUES = (SavedValues.ACTIVATIONS, SavedValues.LINEAR, SavedValues.CHANGES)
-# By model: the values that its graph holds, so that no record is needed.
+# For each model, the kinds of values that its graph holds, so that no record is needed.
 _NEEDS_NO_RECORD: WeakKeyDictionary[nn.Module, set[SavedValues]] = WeakKeyDictionary()
 
 RecordedFrom = Literal["input", "layers", "none"]  # from the largest graph to the smallest
@@ -57,7 +57,7 @@ class Needs:
         modules: The names of the modules whose operations such a method distinguishes.
         attention: Whether the attention is read, so that the method only works on networks in which every token attends
             to all tokens.
-        all_calls: Whether the outputs of all calls of the layers are kept, and not of their last calls only.
+        all_calls: Whether the outputs of all calls of the layers are kept, instead of only the last call.
     """
 
     gradients: RecordedFrom = "input"
@@ -160,7 +160,8 @@ class SharedForward:
     def read_graph(self, nodes: Sequence[Node]) -> bool:
         """Read operations from the graph if they were not recorded. Return False if the model must run with a record.
 
-        The first call of a model records, and decides by the nodes between scores and image whether later calls do.
+        The first call of a model records its operations. The nodes between scores and image then show whether later
+        calls need a record.
         """
         values, unrecorded = self.needs.values, _NEEDS_NO_RECORD.setdefault(self.model, set())
         if values not in _READABLE_VALUES:
@@ -204,7 +205,8 @@ class TargetGradients:
     Args:
         forward: The forward.
         target: The target.
-        reads: Whether methods read the operations of the graph. If it does not hold enough, the forward runs again.
+        reads: Whether methods read the operations of the graph. If the graph does not hold enough of them, the forward
+            runs again.
 
     Attributes:
         forward: The forward.
@@ -248,7 +250,7 @@ class TargetGradients:
         return [next(node for node in passages if order[node] > order[call.node]) for call in self.attention]
 
     def shared(self, key: Any, compute: Callable[[], T]) -> T:
-        """Return a value that methods share by its key, such as a walk. The first method computes it."""
+        """Return a value that methods share, such as a walk, by its key. The first method computes it."""
         for stored, value in self._shared:
             if stored == key:
                 return cast("T", value)
@@ -256,7 +258,7 @@ class TargetGradients:
         return cast("T", self._shared[-1][1])
 
     def forget(self) -> None:
-        """Forget the values that methods share. Else the graph lives until Python finds the cycle."""
+        """Forget the values that methods share. Otherwise the reference cycle keeps the graph in memory for a while."""
         self._shared.clear()
 
     def on(self, x: Tensor) -> TargetGradients:

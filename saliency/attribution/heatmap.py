@@ -2,7 +2,7 @@
 
 The order is fixed: channels are reduced, the sign is applied, outliers are clipped, and then the map is resized.
 Nothing is normalised. By default, the sign is `Explanation.sign`, as in the paper of the method, and channels are
-summed; of magnitudes, the largest of the channels is taken (Simonyan 2013).
+summed; for magnitudes, the largest of the channels is taken (Simonyan 2013).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def single_images(explanations: Explanation | Iterable[Explanation], name: str) 
 
 
 def method_titles(explanations: Sequence[Explanation]) -> list[str]:
-    """Return the title of each method, with the layer and the settings that tell explanations by one method apart."""
+    """Return the title of each method, with the layer and the settings that distinguish explanations by one method."""
     facts = [{"layer": explanation.layer, **explanation.settings} for explanation in explanations]
     titles = []
     for explanation, settings in zip(explanations, facts, strict=True):

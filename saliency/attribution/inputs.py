@@ -67,7 +67,7 @@ class InputExplanations(Mapping[Any, Explanation]):
         return self.source.values
 
     def hold(self, name: Key | Group) -> InputBatch:
-        """Return an image, or a group, for metrics and trust cards, which change it while the other inputs stay."""
+        """Return an image, or a group, for metrics and trust cards, which change it but not the other inputs."""
         return self.source.batch(*(name if isinstance(name, tuple) else (name,)), as_channels=True)
 
     @property
@@ -77,9 +77,9 @@ class InputExplanations(Mapping[Any, Explanation]):
 
     @property
     def sums(self) -> dict[Key, Tensor]:
-        """The sum (N,) of the values of each input that are drawn: signed, their magnitudes, or the positive ones.
+        """The sum (N,) of the drawn values of each input: signed values, their magnitudes, or the positive values.
 
-        Of path methods and relevance, "rest" is what no value explains.
+        For path methods and relevance, "rest" is the part of the score that no value explains.
         """
         first = next(iter(self.explanations.values()))
         values = {name: reduced_maps(explanation, None) for name, explanation in self.explanations.items()}
@@ -129,7 +129,7 @@ def explain_inputs(
     *,
     is_together: bool,
 ) -> InputExplanations:
-    """Explain the images among several inputs: in one pass, or each while the others stay.
+    """Explain the images among several inputs: all in one pass, or one by one while the other inputs stay unchanged.
 
     Args:
         inputs: The inputs.
@@ -144,7 +144,7 @@ def explain_inputs(
         raise MethodError(f"explain={described(explain)}: expected a list of images among {images}")
     explained = InputExplanations({}, inputs)
     if not is_together or any(isinstance(name, tuple) for name in names):
-        with bound(warned=set()):  # a warning about all inputs comes once
+        with bound(warned=set()):  # a warning about all inputs is issued once
             return replace(explained, explanations={name: attribute(explained.hold(name)) for name in names})
     batch = inputs.batch(*inputs.joined)
     whole = attribute(batch)

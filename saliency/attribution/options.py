@@ -57,7 +57,7 @@ def is_per_input(value: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 class ConvertedOption(Generic[_Given, _Stored]):
-    """Option of a method, declared as a class attribute, whose stored value may have another type than its argument.
+    """Option of a method, declared as a class attribute. The stored value may differ in type from the argument.
 
     Args:
         default: The default value. If it is None, None is never checked.
@@ -110,7 +110,7 @@ class ConvertedOption(Generic[_Given, _Stored]):
             return PerInput({name: self.stored(method.of_input(name), part) for name, part in value.items()})
         if isinstance(value, PerImage):
             if not {"*", self.name} & {*getattr(method, "per_image", ())}:
-                raise MethodError(f"{self.name}: {type(method).__name__} takes one value for all images, no PerImage")
+                raise MethodError(f"{self.name}: {type(method).__name__} takes one value for all images, not PerImage")
             return PerImage(self.stored(method, image_value) for image_value in value)
         return None if value is None and self.default is None else self.convert(method, value)
 

@@ -88,7 +88,7 @@ class ChunkResult(NamedTuple):
 
 
 class Stopping(TypedDict, total=False):
-    """When passes end early, and the result of the passes so far.
+    """When the passes of an image end early, and how to compute the result of the passes so far.
 
     Keys:
         least: The number of passes that a map needs; a time limit takes effect after them. By default 1.
@@ -339,15 +339,15 @@ class Passes(ExitStack):
             budget.stopped = "passes"
 
     def report(self) -> None:
-        """Call the listener, which may end the call. For long steps of a method between its passes."""
+        """Call the listener, which may end the call. Methods use this in long steps between their passes."""
         self._progress.advance(self._result)
 
     def in_time(self, run: Callable[[int], _T], steps: int) -> _T:
         """Return the result of `run(steps)`, with fewer steps if more do not fit into the remaining time.
 
         Args:
-            run: Runs a number of steps. The time limit must end none of its passes, since the first steps of a path
-                alone would be misleading: their `least` is their number.
+            run: Runs a number of steps. The time limit must not end its passes, because the first steps of a path alone
+                would be misleading: pass the number of the passes as their `least`.
             steps: The number of steps without a time limit.
         """
         fitting = self.budget.affordable(run, steps)
@@ -555,8 +555,8 @@ class Budget:
     """Limits of the passes of one image, and the passes and time so far. The first limit that is met ends the passes.
 
     Args:
-        passes: The maximum number of passes; None for any number.
-        seconds: The maximum time in seconds; None for any time.
+        passes: The maximum number of passes; None for no limit.
+        seconds: The maximum time in seconds; None for no limit.
         tolerance: The relative error at which an estimate is precise enough; None for no tolerance.
         spent: The time in seconds that the image has taken already.
 
@@ -676,7 +676,7 @@ class PassProgress:
 
 
 def chunk_size(x: Tensor, on_cpu: int = CHUNK_CPU) -> int:
-    """Return the number of passes of inputs like `x` (1, C, H, W) in a chunk, with `on_cpu` pixels on a CPU."""
+    """Return how many inputs like `x` (1, C, H, W) run in one chunk; on a CPU, a chunk has about `on_cpu` pixels."""
     is_cpu = x.device.type == "cpu"
     pixels, most = (on_cpu, MAX_CHUNK_CPU) if is_cpu else (CHUNK_ACCELERATOR, MAX_CHUNK_ACCELERATOR)
     return max(1, min(most, pixels // x.shape[2:].numel()))

@@ -160,8 +160,8 @@ def _require_finite(*scores: float) -> None:
 class Questions:
     """Questions of one call: one for each image, and a function from the output to the scores of all images.
 
-    The questions are asked of the first output, of the unmodified images. From then on they are constant, like the top
-    class, regardless of the number of passes.
+    The questions are derived from the first output, for the unmodified images. They then stay fixed, for example the
+    top class, regardless of the number of passes.
 
     Args:
         target: The target.

@@ -131,7 +131,7 @@ class Tape(MemoryMode[_MemoryState]):
         steps: The operations that depend on the source, in order.
         external: The other tensors that the steps read, with the values that were read.
         overwritten: The indices in `external` of the tensors that the steps write to.
-        slots: The number of tensors that depend on the source, including itself.
+        slots: The number of tensors that depend on the source, including the source.
         refusal: Why this forward cannot be replayed; empty if it can.
         aliased: Whether a tensor is read after its memory was written to through another tensor. A replay is then
             correct only if its tensors share memory as in this forward.

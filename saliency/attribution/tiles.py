@@ -1,10 +1,11 @@
 """Explain an image that is larger than the model's input in overlapping tiles, as one map.
 
-Each pixel of the map is a weighted mean over the tiles that hold it. In the middle half of an overlap, the weights move
-linearly from one tile to the next. In the quarter next to the border of a tile, its weight is 0, since the tile cuts
-off the surroundings of these pixels. A gradient depends on pixels at a distance of at most the receptive field minus 1:
-on the outputs that a pixel reaches, and on the pixels that these outputs read. So the map equals the map without tiles
-if the receptive field is at most 1 + a quarter of the overlap, and the score is a sum over positions.
+Each pixel of the map is a weighted mean over the tiles that contain it. In the middle half of an overlap, the weights
+move linearly from one tile to the next. In the quarter next to the border of a tile, the weight of the tile is 0,
+because the tile cuts off the surroundings of these pixels. The gradient at a pixel depends on the outputs that the
+pixel reaches, and on all pixels that these outputs read. These pixels are at a distance of at most the receptive field
+minus 1. So the map equals the map without tiles if the receptive field is at most 1 + a quarter of the overlap, and the
+score is a sum over positions.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Tiled:
         Raises:
             ImageError: There are several images, or the image or the preprocessing is invalid.
             NotApplicableError: The target is a region of a volume.
-            NotFoundError: No tile has a pixel of the target's region, or the mask has another size than the image.
+            NotFoundError: No tile has a pixel of the target's region, or the size of the mask differs from the image.
             TargetError: The target would differ from tile to tile.
         """
         batch, method = read_tiles(image, self.method.preprocess, self.size, self.overlap), self.method
@@ -207,7 +208,7 @@ def _require_mask(where: Any, size: Sequence[int]) -> None:
 def _same_in_all_tiles(target: Any) -> Any:
     """Return the target of every tile. Raises TargetError if it would differ from tile to tile."""
     classes = [target]
-    if isinstance(target, Probability | Contrast):  # a list of one class is the class
+    if isinstance(target, Probability | Contrast):  # a list of one class is treated as the class
         names = [name for name in ("target", "against") if hasattr(target, name)]
         parts: Any = {name: ClassTarget(per_image(getattr(target, name).classes, 1)[0]) for name in names}
         target, classes = replace(target, **parts), [part.classes for part in parts.values()]

@@ -94,14 +94,14 @@ class Kernel(NamedTuple):
     dilation: int
 
     def reached(self, length: int, starts: Sequence[int], outputs: int) -> tuple[int, tuple[int, ...]]:
-        """Return how many outputs depend on an interval of the input, and the first such output for each start."""
+        """Return how many outputs an interval of the input affects, and the first of them for each start."""
         span = (self.size - 1) * self.dilation
         count = min((length - 1 + span) // self.stride + 1, outputs)
         firsts = (-((span - self.padding - start) // self.stride) for start in starts)  # rounded up
         return count, tuple(max(0, min(first, outputs - count)) for first in firsts)
 
     def needed(self, count: int, firsts: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Return on how many inputs some outputs depend, and the first such input for each first output."""
+        """Return how many inputs `count` outputs read, and the first of these inputs for each first output."""
         length = (count - 1) * self.stride + (self.size - 1) * self.dilation + 1
         return length, tuple(first * self.stride - self.padding for first in firsts)
 
@@ -272,7 +272,7 @@ def patch_rule(op: Op) -> PatchRule | None:
     """Return how an operation is computed on patches; None if it needs whole maps."""
     if "batch_norm" in str(op):
         return _normalise
-    # Of operations in place, some have no tag, which differs among versions of PyTorch.
+    # Some in-place operations have no tag; which ones depends on the version of PyTorch.
     is_pointwise = torch.Tag.pointwise in out_of_place(op).tags or operator_name(op) in ("hardswish", "_to_copy")
     return PATCH_RULES.get(op, pointwise if is_pointwise else None)
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "StoppedError", "Summary", "batch"]
 
 
-# Here and in `evaluate`, the options of a run are spelled out: editors and type checkers read no signature that
-# a decorator builds, and a `TypedDict` would be a third list, without the defaults.
+# Here and in `evaluate`, the options of a run are spelled out: editors and type checkers cannot read a signature that a
+# decorator builds, and a `TypedDict` would repeat the list without the defaults.
 @answer_keywords
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any],
@@ -105,7 +105,7 @@ def batch(
             target of their own; None for the top class of each image.
         detections: "all", or a number: every detection of each image is explained, or the most probable detections,
             each as an image of its own: `cat.0`, `cat.1`. `target` then selects the detections of a class. The
-            detections of an image are counted once; if the image changes later, their number stays.
+            detections of an image are counted once; if the image changes later, their number stays the same.
         targets: File with paths and targets, for images that `sources` finds without a target.
         recursive: Whether subfolders are searched.
         style: How overlays are drawn.
@@ -116,8 +116,8 @@ def batch(
             started on this machine. Both write the same files.
         device: "auto", "cpu", "cuda", or several as in "cuda:0,cuda:1", each with a copy of the model. With "auto", a
             model that is passed as a module stays on its device.
-        compile: Whether the methods are compiled before the first image, see `Attribution.compile`. A `Progress`
-            before the first image says from how many images on this pays off. Files are equal up to rounding.
+        compile: Whether the methods are compiled before the first image, see `Attribution.compile`. A `Progress` before
+            the first image states the number of images from which on this saves time. Files are equal up to rounding.
         workers: Number of threads for loading and drawing; by default one per core. On CPUs also the number of
             networks that run in parallel.
         batch_size: Images per batch; by default 8 on CPUs and 64 on accelerators, or 1 with trust cards. If a batch
@@ -125,7 +125,7 @@ def batch(
             smaller size is given.
         restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
-        limit: Largest number of images to explain, all detections of each, in the order of the listing.
+        limit: Largest number of images to explain, with all their detections, in the order of the listing.
         strict: Whether the first failure stops the run.
         command: The command line, stored in the manifest.
         on_progress: Called with a `Progress` after every image.

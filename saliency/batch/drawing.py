@@ -1,6 +1,6 @@
 """Explain and draw images: overlays, images of the page, saved maps, trust cards and manifest rows.
 
-A map is a file for `Explanation.load`, with float16 values in their original resolution. Of a volume, it is a NIfTI
+A map is a file for `Explanation.load`, with float16 values in their original resolution. For a volume, it is a NIfTI
 file with float32 values in the resolution of the volume.
 """
 
@@ -200,7 +200,7 @@ class ImageDrawing:
         if output.with_manifest:
             heat = heat_image(scaled, frame, self._thumbnail_size, style.colormap, style.opacity)
             row["heat"] = encode(heat, "WEBP", quality=HEAT_QUALITY, method=0)
-        if output.maps and output.with_manifest:  # without standard errors, the image and times
+        if output.maps and output.with_manifest:  # saved without standard errors, the image and the times
             facts = {"size": frame.image.size, "box": frame.box, "range": self.columns["range"]}
             explanation = replace(explanation.with_evidence(error=None, run_stats=None), frames=(None,))
             row["map"] = save(*pack_explanation(explanation, facts))

@@ -94,7 +94,7 @@ class Mapper(ABC):
 
     @abstractmethod
     def finish(self, loaded: LoadedImage, results: Any) -> list[Row]:
-        """Return the rows of one image, during the passes of other batches."""
+        """Return the rows of one image. This runs during the passes of other batches."""
 
 
 class Worker:
@@ -117,7 +117,7 @@ class Worker:
         self.io = ThreadPoolExecutor(threads, "saliency-io", set_threads, (1,))
 
     def run(self, batch: Sequence[BatchSlot]) -> list[Future[list[Row]]]:
-        """Compute a batch, and start to finish its images. Return the future rows of every image."""
+        """Compute a batch, and let threads finish its images. Return the future rows of every image."""
         loaded = list(self.io.map(lambda slot: self._load(slot, MOST_PIXELS), batch))
         network = self._free.get()
         try:
@@ -264,7 +264,7 @@ class Resources:
 
 @contextmanager
 def open_ray(device: str = "auto", workers: int | None = None) -> Iterator[RayEngine]:
-    """Connect to the Ray cluster of this process or at RAY_ADDRESS. Without one, start one until the block ends.
+    """Connect to the Ray cluster of this process or at RAY_ADDRESS; if there is none, start one for the block.
 
     Args:
         device: "auto", "cpu" or "cuda".
@@ -343,7 +343,8 @@ class RayEngine:
         """Put the mapper and the model into the shared memory of the cluster."""
         name = mapper.options.model_name
         try:
-            mapper = replace(mapper, options=replace(mapper.options, model=name), report=str)  # of this process
+            # The function `report` belongs to this process.
+            mapper = replace(mapper, options=replace(mapper.options, model=name), report=str)
             return self._ray.put((mapper, copy.deepcopy(model).cpu()))
         except (TypeError, AttributeError, ValueError) as error:
             raise BatchError(f"{name} must be picklable for Ray: {_in_one_line(error)}") from error

@@ -196,7 +196,7 @@ class ResultFiles:
         return f"{RESULTS}/{entry.name}.{method}.json", json.loads(json.dumps(key, default=describe))
 
     def read(self, entry: ImageEntry, method: str) -> list[MetricResult] | None:
-        """Return the stored results; None if there are none, or the file is damaged or of other settings."""
+        """Return the stored results; None if there are none, or the file is damaged or has other settings."""
         name, key = self._file(entry, method)
         content = read_json(self.out / name, {"key": list, "results": [RESULT]})
         return [MetricResult(**result) for result in content["results"]] if content and content["key"] == key else None

@@ -1,4 +1,4 @@
-"""Groups of the saved maps of one class: does the model recognise some of its images by something else?
+"""Groups of the saved maps of one class: does the model recognise some images of the class by other features?
 
 Each image is a vector: its features at the explained layer, weighted by the map and summed ("channels"), or its map in
 cells of the image ("places"). The graph of the nearest vectors is divided by spectral clustering. The number of groups
@@ -49,7 +49,7 @@ View = Literal["channels", "places"]
 GRID = 8  # cells per edge of the map of an image
 MOST_GROUPS, NEIGHBOURS, EXAMPLES = 8, 7, 9
 LEAST = 20  # images of a class
-LANDMARKS = 600  # images that are clustered; the others join the group of the nearest
+LANDMARKS = 600  # images that are clustered; all others join the group of the nearest clustered image
 DRAWS, HALVES = 100, 10  # for p-values, at least, and for stabilities
 ENOUGH = 10  # draws as clear as a division, after which its p-value is precise enough
 TOGETHER = 32  # images per forward
@@ -66,12 +66,14 @@ class Group:
         images: The number of images.
         fraction: Their fraction of the class.
         probability: The mean probability of the class; None if the run has no probabilities.
-        accuracy: The fraction of the images whose top class it is; None if no target was given, and for "places".
-        outside: The fraction of the group's mean map outside of the cells that hold 95 % of the mean map of the others.
+        accuracy: The fraction of the images whose top class is the class of the group; None if no target was given, and
+            for "places".
+        outside: The fraction of the group's mean map outside of the cells with 95 % of the mean map of all other
+            images.
         stability: The mean overlap (Jaccard) with the most similar group when half of the images are clustered; 1 means
             that the group is always found.
-        p: The fraction of vectors drawn from one normal distribution, without groups, that are divided as clearly,
-            corrected by Holm for all classes.
+        p: The fraction of random data sets that divide into groups as clearly, corrected by Holm for all classes. They
+            are drawn from one normal distribution, which has no groups.
         examples: The overlays of the images nearest to the mean.
         mean_map: The mean map in cells.
     """
@@ -104,7 +106,7 @@ _COLUMNS: tuple[Column[Group], ...] = (
 
 
 def groups(folder: Path, view: View = "channels", seed: int = 0) -> Table[Group]:
-    """Return the groups of each class of a run, the least probable by chance and then the smallest first.
+    """Return the groups of each class of a run, sorted by their p-value, then by their size.
 
     Args:
         folder: The folder of a run of `saliency batch --maps`.
@@ -164,7 +166,7 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
     given, outputs = run.head["fingerprint"]["target"], deque[Any](maxlen=1)
     batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
     for key, row in run.rows.items():
-        layer = (row["layer"] or "").rpartition(", ")[2] or None  # of several, the last
+        layer = (row["layer"] or "").rpartition(", ")[2] or None  # the last of several layers
         batches.setdefault((layer, (row["input_width"], row["input_height"])), []).append(key)
     for (layer, _), keys in batches.items():
         for start in range(0, len(keys), TOGETHER):

@@ -46,7 +46,7 @@ class ImageEntry(NamedTuple):
         name: Stem of the output files of this image, relative to the folders of the run: "SUB/cat".
         folder: Folders between the source and the image.
         label: File name of the image.
-        detection: Rank of the detection to explain, in a run over detections that were listed; see `RunOptions`.
+        detection: Rank of the detection to explain, in a run over all detections; see `RunOptions`.
         target: Class index or name, or a target as text such as "box:0"; in runs without a listing, any target. None
             for the run's target.
         problem: Reason why there is no image to open; empty without a known problem.
@@ -54,8 +54,8 @@ class ImageEntry(NamedTuple):
         size: Number of bytes from `offset`.
         stamp: Size and modification time (ns) of the file when it was listed, or of all files of a case; empty if
             there was no file.
-        inputs: The inputs of a case of a model with several, by name: absolute paths, of which `path` is the first, and
-            other arguments of the model. None for an image.
+        inputs: The inputs of a case of a model with several inputs, by name: absolute paths, of which `path` is the
+            first, and other arguments of the model. None for an image.
 
     The path of a DICOM series is its folder, and its label the name of the folder with the suffix .dcm.
     """
@@ -245,7 +245,7 @@ def with_names(
         entries: The images, in order.
         listed: Images of earlier runs, whose names are already in use.
         most_per_folder: Number of images of a folder above which their names are in numbered subfolders, such as
-            "SUB/0001/cat". A folder of earlier runs is split if its listed images are.
+            "SUB/0001/cat". A folder of earlier runs has such subfolders if the listed images have them.
     """
     if not entries:
         return []

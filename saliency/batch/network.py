@@ -63,7 +63,7 @@ class LoadedImage:
         image: The decoded image; None if it was too large to be kept.
         range: Pixel values that the preprocessing and the drawing map to black and white in an image of 16 bits.
         volume: The volume; None for an image.
-        inputs: The inputs of a case of a model with several, as for `Attribution.attribute`; None for an image.
+        inputs: The inputs of a case of a model with several inputs, as for `Attribution.attribute`; None for an image.
     """
 
     slot: BatchSlot
@@ -130,9 +130,9 @@ class Network:
     def compile(self, plan: Plan, parallel: int, check: Callable[..., None]) -> str:
         """Compile the methods for the batches of a plan, and return a sentence about the time this takes and saves.
 
-        The first image that can be read is explained as a batch of copies: as many as the first batch has images, two
-        if some methods have many passes, and one if all have. Images of another size, and targets other than classes,
-        are explained by the exact methods.
+        The first image that can be read is explained as a batch of copies: as many copies as the first batch has
+        images, two copies if some methods have many passes, and one if all methods have many. Images of another size,
+        and targets other than classes, are explained by the exact methods.
 
         Args:
             plan: The batches.
@@ -284,7 +284,8 @@ class Network:
         self, methods: Sequence[Attribution], x: Tensor, images: Sequence[LoadedImage]
     ) -> list[Explanation]:
         name_subjects(*(image.slot.entry.source for image in images))
-        # Unlike a tensor of a user, a batch is not judged. The values of a volume are checked.
+        # Unlike a tensor of a user, a batch of images is not checked for wrong normalisation. The values of a volume
+        # are checked.
         batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))
         return [
             explanation.to("cpu")
@@ -301,7 +302,7 @@ def trust_card(
 
 
 def other_images(method: Attribution, entry: ImageEntry) -> list[Path] | None:
-    """Return other images of the folder of an image, for the test of the class; None to use the package's photos."""
+    """Return other images of an image's folder, for the test of the class; None to use the package's photos."""
     path, has_photos = Path(entry.path), len(method.categories or ()) == 1000  # the classes of ImageNet
     files = [] if has_photos else sorted(path.parent.glob(f"*{path.suffix}"))
     others = [file for file in files if file.name != path.name][:12]

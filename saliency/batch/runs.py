@@ -1,7 +1,8 @@
-"""Compare the maps of two runs of `saliency batch` over the same images, against the change without any reason.
+"""Compare the maps of two runs of `saliency batch` over the same images, relative to the change by chance.
 
-Maps are compared on a grid over the part of the image that either network saw. The yardstick are runs that differ only
-in what should not matter, such as the seed of the method or of the training, or mirrored copies of the images.
+Maps are compared on a grid over the part of the image that either network saw. The change by chance is measured by a
+yardstick: runs that differ only in what should not matter, such as the seed of the method or of the training, or
+mirrored copies of the images.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .options import NetworkOptions, OutputOptions, fingerprint
 from .store import ABOUT, read_head, read_listing
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
-LEAST = 0.1  # of a map that moved beyond chance; two trainings of one network differ by less, but significantly
+LEAST = 0.1  # fraction of a map that must move beyond chance; two trainings differ by less, but significantly
 NAMES = ("comparison.html", "comparison.json", "comparison.xml")
 MOST = 500  # images on the page
 FEWEST = round(1 / LEVEL) - 1  # images of a method, so that p can be as small as LEVEL
@@ -76,13 +77,13 @@ class ImageChange:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the map moved more than 95 % of the maps moved by chance."""
+        """Whether the map moved more than 95 % of the maps move by chance."""
         return self.p is not None and self.p <= LEVEL
 
 
 @dataclass(frozen=True, slots=True)
 class ClassChange:
-    """Mean change of the images of one class, in the first run, and method.
+    """Mean change over the images of one class (in the first run), by one method.
 
     Attributes:
         name: The class.
@@ -115,7 +116,7 @@ _COLUMNS: tuple[Column[ClassChange], ...] = (
     Column("images", lambda row: str(row.images)),
     Column("rank correlation", lambda row: number(row.rank), hint="mean over the images"),
     Column("moved", lambda row: share(row.moved), hint="mean fraction of the map that moved"),
-    Column("by chance", lambda row: share(row.chance), hint="the same, of the runs without a reason"),
+    Column("by chance", lambda row: share(row.chance), hint="the same, between runs that differ only by chance"),
     Column("changed", lambda row: "" if row.p is None else str(row.changed), hint="images beyond 95 % of chance"),
     Column("p", lambda row: number(row.p), hint="corrected for all classes"),
     Column("", lambda row: "changed" if row.is_changed else "", "left"),
@@ -131,7 +132,7 @@ class RunComparison(Table[ClassChange]):
 
     Attributes:
         images: The changes of the images, largest first.
-        few: Methods with too few images to mark one of them.
+        few: Methods with too few images for any of them to be marked as changed.
     """
 
     def __init__(self, images: Iterable[ImageChange], notes: Iterable[str] = ()) -> None:
@@ -187,8 +188,8 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
         mirrored: Whether the first run is also compared with maps of the mirrored images by its model.
 
     Raises:
-        BatchError: A folder has no maps, no image and method is in all runs, or the model of the first run cannot be
-            loaded by its name alone for mirrored images.
+        BatchError: A folder has no maps, no image has a map by one method in all runs, or the model of the first run
+            cannot be loaded by its name alone for mirrored images.
     """
     runs = [SavedRun(folder) for folder in (first, second, *same)]
     keys = [key for key in runs[0].rows if all(key in run.rows for run in runs)]
@@ -241,7 +242,7 @@ class SavedRun:
         options = NetworkOptions(model=values["model"], weights=weights, whole=values["whole"], preprocess=preprocess)
         now = fingerprint(options, OutputOptions())
         changed = [name for name in ("preprocess", "weights", "model source") if values[name] != now[name]]
-        changed += ["weights"] * str(weights).startswith("sha256:")  # of a model that was passed as a module
+        changed += ["weights"] * str(weights).startswith("sha256:")  # the model was passed as a module
         if changed:
             why = f"{changed[0]}: not stored, or changed since"
             raise BatchError(f"the model of {self.folder} cannot be loaded again ({why}); {cure}")
@@ -260,7 +261,7 @@ class _Mirrored:
         options, model, self._entries = run.network("give a run with another seed instead of --null")
         self._rows, self._methods, values = run.rows, {}, run.head["fingerprint"]
         if any(row["target"] is None for row in run.rows.values()):
-            raise BatchError(f"{run.folder} explains other targets than classes; give another run instead of --null")
+            raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
         for name in dict.fromkeys(method for _, method in run.rows):
             of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
             self._methods[name] = create_method(get_method(name), replace(options, **of_method), model)

@@ -61,10 +61,10 @@ def find_images(
 
     An image that occurs in several folders, files or patterns is returned once. In a list, each row is an image.
     Overlays, contact sheets and trust cards, and the files of `saliency batch`, are left out, except from lists. If
-    there is nothing else, the first of them is an image with a problem.
+    there is nothing else, the first of these files is returned as an image with a `problem`.
 
     Args:
-        sources: The sources; or a source for each input of a model with several, see `_cases`.
+        sources: The sources; or a source for each input of a model with several inputs, see `_cases`.
         recursive: Whether subfolders are searched. Links to folders are followed, each folder once.
         targets: File with paths and targets, for images that the sources contain without a target.
 
@@ -300,10 +300,10 @@ def _shard_target(data: bytes, kind: str) -> int | str | None:
 def read_list(file: str) -> Iterator[ImageEntry]:
     """Yield the images of a list. Relative paths are relative to the folder of the list.
 
-    CSV and TSV have a header with the columns path and target in any order, or no header and path before target. CSV is
-    separated by commas or semicolons; lines that start with # are comments. JSON lines are objects with "path" and
-    "target", or paths alone. Plain text (.txt) has one path per line. Without the column path, each column but target
-    is an input of a model with several: a file, or another argument.
+    CSV and TSV have a header with the columns path and target in any order. Without a header, the path is before the
+    target. CSV is separated by commas or semicolons; lines that start with # are comments. JSON lines are objects with
+    "path" and "target", or paths alone. Plain text (.txt) has one path per line. Without the column path, each column
+    but target is an input of a model with several inputs: a file, or another argument.
 
     Args:
         file: The list.

@@ -164,7 +164,7 @@ def write_listing(folder: Path, entries: Sequence[ImageEntry]) -> None:
 
 
 def remove_temporary_files(folder: Path, subfolders: Iterable[str] = (*FOLDERS, RESULTS)) -> None:
-    """Remove the temporary files of writers that were killed, from the folder itself and from some in it."""
+    """Remove the temporary files of writers that were killed, from the folder and some of its subfolders."""
     below = (walked for name in subfolders for walked in os.walk(folder / name))
     for path, _, files in chain([next(os.walk(folder))], below):
         for name in filter(_TEMPORARY.fullmatch, files):
@@ -180,7 +180,7 @@ def clear(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[str]) -
 
 
 def remove_files(folder: Path, entries: Iterable[ImageEntry], methods: Sequence[str]) -> None:
-    """Remove the files of some images. Files in linked folders stay."""
+    """Remove the files of some images. Files in linked folders are not removed."""
     checked = cache(partial(inside, folder))
     for entry in entries:
         files = [file_names(entry, method, suffix, with_manifest=True) for method in methods for suffix in FORMATS]
@@ -223,7 +223,7 @@ def is_output(path: str) -> bool:
 
 def _is_run(folder: Path) -> bool:
     try:
-        return b'"saliency batch ' in (folder / ABOUT).read_bytes()  # of any version
+        return b'"saliency batch ' in (folder / ABOUT).read_bytes()  # the marker of any version
     except OSError:
         return False
 
@@ -235,7 +235,7 @@ class Store:
         out: The output folder.
         entries: The images.
         methods: Names of the methods.
-        limit: Largest number of images to explain, all detections of each; None for all.
+        limit: Largest number of images to explain, with all their detections; None for all.
 
     Attributes:
         total: Number of entries to explain, from the first on.
@@ -332,7 +332,7 @@ class ManifestStore(Store):
     ) -> None:
         self._start = time.monotonic()
         self._options, self._output, self._run = options, output, run
-        remove_temporary_files(out, ())  # of a run that was killed while it wrote its page
+        remove_temporary_files(out, ())  # left by a run that was killed while it wrote its page
         head = read_head(out)
         if head is not None and (run.restart or next(read_rows(out / MANIFEST), None) is None):
             clear(out, read_listing(out), head["methods"])
@@ -402,7 +402,8 @@ class ManifestStore(Store):
         self.head["preprocess"] = without_address(network.preprocess)
         if self._options.detections is not None:
             self._list_detections(network, self._options.detections)
-        # With trust cards, which take longer than all else, progress and interruptions are by image. Volumes are large.
+        # With trust cards, which take longer than all else, progress is reported, and a run can be interrupted, after
+        # each image. Volumes are large.
         is_slow = self._output.trust or any(entry.is_volume for entry in self.entries)
         chosen = self._run.batch_size
         size = chosen or max(1, min(1 if is_slow else batch_size, len(self.entries) // parallel))

@@ -301,7 +301,7 @@ examples:
   saliency serve mine.py:detector --port 8000 --no-browser
   saliency serve mine.py:fusion rgb=scene.png depth=depth.npy
 
-Ctrl-C ends it. Whoever has the address can use the model, so keep it secret.
+Ctrl-C ends it. Anyone who has the address can use the model, so keep it secret.
 """,
         {
             "--method": f"method to start with; see saliency methods (default: {METHOD})",
@@ -348,11 +348,11 @@ examples:
   saliency compare before after --null
   saliency compare before after other_seed --fail-under 0.9 --out compared
 
-All folders are of saliency batch --maps, over the same images. The yardstick is
-how far maps move without a reason: between RUN_A and each RUN_SAME, a run that
-differs only in a seed, or by mirrored images (--null). Without a yardstick, the
-maps are measured, and none is marked as changed. An image can be marked if
-there are at least 19 by its method.
+All folders were written by saliency batch --maps, over the same images. The
+yardstick is how far maps move by chance: between RUN_A and each RUN_SAME, a run
+that differs only in a seed, or if images are mirrored (--null). Without a
+yardstick, the maps are compared, but none is marked as changed. Images can be
+marked if a method has at least 19.
 
 files:
   DIR/comparison.html  classes and images, the most changed ones first
@@ -361,7 +361,7 @@ files:
 """,
     ),
     "groups": Command(
-        "find images of a class that a model recognises by something else",
+        "find images of a class that a model recognises by other features",
         "DIR --quiet --view --seed",
         "batch_commands:groups",
         """\
@@ -369,9 +369,9 @@ examples:
   saliency groups maps                  (loads the model of the run)
   saliency groups maps --view places
 
-The folder is of saliency batch --maps. The images of each class are divided by
-the features that their maps mark, or by the places of the maps. Without clear
-groups, a class is not listed.
+The folder was written by saliency batch --maps. The images of each class are
+divided by the features that their maps mark, or by the places of the maps. A
+class without clear groups is not listed.
 
 files:
   DIR/groups.html  the groups with examples and mean maps; a tab of index.html

@@ -142,7 +142,7 @@ def read_sources(words: list[str]) -> Iterator[str]:
 
 
 def named_inputs(words: Sequence[str]) -> dict[str, str]:
-    """Return the inputs of a model with several, of words such as rgb=a.png; none if a word is an image by itself."""
+    """Return the inputs of a model from words such as rgb=a.png; none if a word is an image by itself."""
     named: dict[str, str] = {}
     for word in words:
         name, mark, value = word.partition("=")

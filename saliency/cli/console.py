@@ -116,7 +116,7 @@ class Screen:
 
         with warnings.catch_warnings():
             warnings.simplefilter("always", SaliencyWarning)
-            warnings.filterwarnings("ignore", module="pydicom")  # of details of the format
+            warnings.filterwarnings("ignore", module="pydicom")  # warnings about details of the format
             warnings.showwarning = collect
             try:
                 yield

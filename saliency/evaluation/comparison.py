@@ -431,7 +431,7 @@ def sign_flip_test(differences: _Array, seed: int = 0, flips: int = FLIPS) -> _A
 
 
 def holm(p: _Array) -> _Array:
-    """Return p-values (m,) corrected for m tests: if nothing differs, any is at most 5 % with probability 5 %.
+    """Return p-values (m,) corrected for m tests: if nothing differs, the probability that any is at most 5 % is 5 %.
 
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979), https://www.jstor.org/stable/4615733.
     """
@@ -444,8 +444,8 @@ def holm(p: _Array) -> _Array:
 def combined_p(p: _Array) -> float:
     """Return the p-value of the mean of exact p-values (n,) of n images.
 
-    If no image shows anything, each p-value is at least as large as a uniform one. So their sum is compared with the
-    distribution of the sum of n uniform numbers on a grid.
+    Under the null hypothesis, each p-value is uniform or larger. So their sum is compared with the distribution of the
+    sum of n uniform numbers on a grid.
 
     Source: Edgington, "An Additive Method for Combining Probability Values from Independent Experiments" (1972),
         https://doi.org/10.1080/00223980.1972.9924813.
@@ -488,7 +488,7 @@ def compare(
 ) -> Comparison:
     """Compare methods by several metrics over images: which method suits this model?
 
-    The metrics of an image and method share their passes, and so do the methods where nothing depends on the map:
+    The metrics of an image and method share their passes. The methods share the passes that do not depend on the map:
     random patches, the image without any pixel, and the controls "constant" and "centre".
 
     Args:
@@ -513,7 +513,7 @@ def compare(
         MethodError: `methods` is not a list of methods, a metric is unknown or lacks data, an image has a mask
             and a box, or the numbers of targets, masks, boxes and images differ.
         ImageError: The size of a mask differs from the size of its image, or a box is empty or exceeds the image.
-        SaliencyError: A method or an image raises it.
+        SaliencyError: A method fails, or an image cannot be read.
     """
     require_methods(methods, "[GradCAM(model), LayerCAM(model)]")
     resolved = resolve_metrics(metrics)

@@ -124,7 +124,7 @@ class Property:
 
     @property
     def size(self) -> float:
-        """The size of the effect of a test, which is its value."""
+        """The effect size of a test, which equals its value."""
         return self.value
 
     @property
@@ -237,8 +237,8 @@ def trust(
         target: As for `Attribution.attribute`.
         others: At least three images of other classes, as for `Attribution.attribute`. By default, photos of the
             package, if the model has as many classes as ImageNet.
-        draws: The number of untrained networks: 19 for a level of 5 %, 99 for 1 %. Few are drawn if some of their maps
-            are better.
+        draws: The number of untrained networks: 19 for a level of 5 %, 99 for 1 %. Fewer are drawn if some of their
+            maps are better.
         seconds: A time limit. After it, no further network is drawn, which makes the p-value larger, and the numbers
             without a test are left out. Without a limit, the card depends only on the seed.
         seed: The seed of all draws.

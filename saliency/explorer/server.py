@@ -380,8 +380,8 @@ def serve(
 ) -> None:
     """Show a page that explains images dropped on it, until Ctrl-C is pressed.
 
-    The address is written to standard error. The address contains a secret token: whoever has it can use the model and
-    see the images of the folder. The server sends nothing to any other machine. See docs/explorer.md.
+    The address is written to standard error. The address contains a secret token: anyone who has it can use the model
+    and see the images of the folder. The server sends nothing to any other machine. See docs/explorer.md.
 
     Args:
         model: A name that `saliency.load` accepts, or a model, which stays unchanged.

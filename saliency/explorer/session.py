@@ -79,9 +79,9 @@ Result = Explanation | InputExplanations
 Poll = Callable[[], None]
 """Called between passes. It may raise `StoppedQuestion`."""
 
-MOST_BYTES, MOST_PIXELS = 64 * 2**20, 100_000_000  # of one image
+MOST_BYTES, MOST_PIXELS = 64 * 2**20, 100_000_000  # limits for one image
 HELD_IMAGES, HELD_PIXELS = 16, 200_000_000  # in memory; the newest image always stays
-HELD_RESULTS = 8  # of one image
+HELD_RESULTS = 8  # explanations of one image
 SAMPLE = "sample.jpg"
 PICTURE_SIDE, THUMBNAIL_SIDE, PICTURE_QUALITY = 1600, 160, 88
 LABELS_SIDE, NO_REGION = 256, 255
@@ -90,7 +90,7 @@ PAUSE = 1.0  # seconds until the first map of the passes so far, and between two
 FIGURE_DPI = 200
 SECONDS = 15.0  # for a trust card
 STYLE = {"opacity", "percentile", "threshold"}
-_HIDDEN = re.compile(r"\b(?:drop|act)(?:\d|_\w+)?$")  # layers inside those of timm that nobody chooses
+_HIDDEN = re.compile(r"\b(?:drop|act)(?:\d|_\w+)?$")  # layers inside the layers of timm that nobody chooses
 
 
 class StoppedQuestion(SaliencyError):  # noqa: N818 - nothing failed
@@ -191,7 +191,7 @@ class Session:
             cure = (
                 'saliency.explore(model, {"rgb": image, "depth": depth}), or saliency serve MODEL rgb=FILE depth=FILE'
             )
-            raise ModelError(f"the explorer needs the inputs of a model with several by name: {cure}")
+            raise ModelError(f"the explorer needs the inputs of this model by name: {cure}")
         batch = self._read(example)
         with self._default.call(batch), torch.no_grad():
             self._scan = scan_layers(self.model, batch.inputs)
@@ -239,7 +239,7 @@ class Session:
                         create_method(cls, replace(self._options, layer=None), self.model).attribute(image)
                 except NotApplicableError as error:
                     reasons[name] = str(error)
-                except USER_CODE_ERRORS:  # shown when the method is chosen
+                except USER_CODE_ERRORS:  # the error is shown when the method is chosen
                     pass
         return reasons
 
@@ -301,7 +301,7 @@ class Session:
         Args:
             image: The file, or the number.
             name: The name of the file.
-            case: The number of an opened case of several inputs, of which the file replaces one.
+            case: The number of an opened case of several inputs; the file then replaces one of its inputs.
             index: The number of this input.
 
         Raises:
@@ -541,7 +541,7 @@ class Session:
     def _keep(self, question: PageQuestion, explanation: Result) -> Result:
         """Keep a complete explanation, with the settings of the question, and return it."""
         results = question.held.results
-        if isinstance(explanation, Explanation):  # of a case, no draft was computed
+        if isinstance(explanation, Explanation):  # not a case of several inputs, which has no drafts
             explanation = replace(explanation, settings=self._create(question).settings)
         results[question.key] = explanation
         if len(results) > HELD_RESULTS:

@@ -214,7 +214,7 @@ def find_passages(nodes: Iterable[Node]) -> list[Node]:
 def _fused(node: Node, images: int, *, reads_image: bool) -> AttentionCall:
     query, bias = _read(node, "query"), saved(node, "attn_mask", saved(node, "attn_bias", None))
     scale = saved(node, "scale", None)
-    if query.shape[0] == 1 < images and reads_image:  # the kernel took the images for heads
+    if query.shape[0] == 1 < images and reads_image:  # the kernel treated the images as heads
         hint = "pass one image at a time, or give its operands a dimension of heads: query[:, None]"
         raise NotApplicableError(f"a fused attention of the model does not keep its {images} images apart; {hint}")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -126,7 +126,7 @@ def frozen(graph: GraphModule, inputs: Sequence[Any], mode: str | None) -> Calla
     Args:
         graph: The graph.
         inputs: The inputs, as real or fake tensors.
-        mode: As of `torch.compile`.
+        mode: As for `torch.compile`.
     """
     from torch import _inductor
 
@@ -408,7 +408,7 @@ def source_edge(tensor: Tensor) -> tuple[Node, int]:
 
 
 def reached_nodes(starts: Iterable[Node], is_end: Callable[[Node], bool]) -> set[Node]:
-    """Return the nodes from some nodes on in the order of a backward pass, up to the nodes that end the search."""
+    """Return the nodes that a backward pass from some nodes reaches, in its order, up to nodes that end the search."""
     reached, stack = set[Node](), list(starts)
     while stack:
         if (node := stack.pop()) not in reached:
@@ -519,8 +519,8 @@ class GradSpec(NamedTuple):
 class GradAccumulator:
     """Sum of the gradients that several operations pass to one input, changed by a rule.
 
-    The last operation passes the changed sum, the others pass nothing. A backward pass runs from the newest operation
-    to the oldest.
+    The last operation passes the changed sum; all earlier operations pass nothing. A backward pass runs from the newest
+    operation to the oldest.
     """
 
     def __init__(self, like: GradSpec, rule: Callable[[Tensor], Tensor | None]) -> None:
@@ -549,7 +549,7 @@ def _with_gradient(grads: Gradients, operands: tuple[int, ...], gradient: Tensor
     changed = list(grads)
     for operand in operands:
         changed[operand] = None
-    # An operand without gradient cannot get one.
+    # An operand without gradient cannot receive a gradient.
     first = next((i for i in operands if grads[i] is not None), operands[0])
     changed[first] = gradient
     return tuple(changed)

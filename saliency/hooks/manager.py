@@ -252,7 +252,7 @@ class HookManager(ExitStack[None]):
         Args:
             tensor: The input, before or after the call.
             edges: The operations of the call that pass gradient to the input.
-            rule: From the sum of their gradients to its replacement; None keeps the sum.
+            rule: The function from the sum of their gradients to its replacement; a result of None keeps the sum.
         """
         accumulator = graph.GradAccumulator(graph.GradSpec(tensor.shape, tensor.dtype), rule)
         by_age = sorted(edges, key=lambda edge: graph.sequence_nr(edge.node))
@@ -311,7 +311,7 @@ def _call_hooks(scope: HookScope, begin: _Begin[_Token], end: _End[_Token]) -> t
 
     def after(module: nn.Module, args: tuple[Any, ...], *kwargs_and_output: Any) -> Any:
         frame = id(sys._getframe(1))
-        # Calls inside this one may have raised, and this one may have begun before the scope acted.
+        # Inner calls may have raised, and this call may have begun before the scope was active.
         if frame not in begun or not scope.acts():
             return None
         key, token = begun.popitem()

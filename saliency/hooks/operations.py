@@ -1,7 +1,8 @@
 """Record the operations of one forward, so that the nodes of its autograd graph can be read as operations.
 
 A node of the graph computes the gradient of its operation, but does not always store its arguments and result. A
-dispatch mode of the calling thread sees these; the sequence number that a node gets connects the two.
+dispatch mode of the calling thread sees arguments and results; the sequence number of a node connects them with the
+node.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ class Operation:
         name: The name of the operator, the same for an operation in place.
         kept_args: The stored arguments by name, some as `WeakResult`.
         kept_result: The stored result.
-        norms: The norms of a linear operation's result before a ReLU in place wrote to it, one per image of a
-            convolution or row of a matrix product; else None.
+        norms: The norms of the result of a linear operation, before an in-place ReLU wrote to it: one per image for a
+            convolution, one per row for a matrix product. None without such a ReLU.
         is_weak: Whether operands and result may be stored as `WeakResult`.
-        is_part: Whether it writes in place to a part of a tensor. On a view of all numbers of a tensor, it is stored as
-            an operation on that tensor.
-        shared: Values that rules compute from it, for the walks of other targets.
+        is_part: Whether the operation writes in place to a part of a tensor. An operation on a view of all numbers of a
+            tensor is stored as an operation on that tensor.
+        shared: Values that rules compute from the operation, for the walks of other targets.
     """
 
     op: Op
@@ -110,7 +111,7 @@ class Operation:
 
     @property
     def is_vmapped(self) -> bool:
-        """Whether it is a batch norm in `vmap`, where later operations multiply and add its weights and bias."""
+        """Whether this is a batch norm in `vmap`, where later operations multiply by its weights and add its bias."""
         weight = self.args.get("weight") if is_batch_norm(self.op) else None
         return weight is not None and not isinstance(weight, nn.Parameter) and bool((weight == 1).all())
 
@@ -287,7 +288,7 @@ def is_batch_norm(op: Op) -> bool:
 @cache
 def _is_stored(op: Op, keep: SavedValues) -> bool:
     """Return whether a record stores the operands of an operation."""
-    # The gradient and the constants of other operations are enough.
+    # For `others`, the operands need not be stored: rules read only their gradient and constants.
     others = PLAIN if keep == SavedValues.CHANGES else PLAIN | HOMOGENEOUS | ADDITIVE
     others = others | SOFTMAX | {"mul", "div"} if keep == SavedValues.ACTIVATIONS else others
     return keep == SavedValues.ALL or not (is_view(op) or operator_name(op) in others)
@@ -334,7 +335,7 @@ _SELF_CONTAINED: dict[str, Op] = {
 }
 
 
-# Nodes that save at which positions of the operand the gradient passes, but not the operand.
+# Nodes that save the positions at which the gradient passes, but not the operand.
 _SAVE_NO_OPERAND = {"MaxPool2DWithIndicesBackward0", "ReluBackward0"}
 
 
@@ -442,7 +443,7 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
     def free(self, node: Node) -> None:
         """Free the stored values of a node's operation, and the tensors that the node saved for its gradient."""
         if (operation := self._operations.pop(sequence_nr(node), None)) is not None:
-            # A walk, or an operation off the path, may refer to it.
+            # A walk, or an operation off the path, may still reference the operation.
             operation.kept_args, operation.kept_result, operation.shared = {}, None, {}
         free_saved(node)
 
@@ -467,12 +468,12 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
         dependent = list(map(self._depends, operands))
         if True not in dependent:
             result = op(*args, **kwargs)
-            if name in ("unsafe_split", "unsafe_chunk"):  # each is written to by itself, as in a GRU
+            if name in ("unsafe_split", "unsafe_chunk"):  # the model may write to each chunk separately, as in a GRU
                 self._chunks.update((id(chunk), chunk) for chunk in result)
             self._clone = (current_sequence_nr() - 1, args[0], result) if op is _CLONE else None
             return result
         number = current_sequence_nr() - 1
-        # Without gradients no node is created, as in a hook of saved tensors, which runs inside another operation.
+        # Without gradients, for example in a hook of saved tensors inside another operation, no node is created.
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         stores = has_node and _is_stored(op, self.keep)
         stores = stores and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
@@ -547,7 +548,8 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
 
     def _is_custom(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result of a custom function of the image, whose operations have no nodes."""
-        # Not its edge: for a function in Python, PyTorch would create a node to get it, and shift the numbers.
+        # Do not read the gradient edge: for a function in Python, PyTorch would create a node for it, and shift the
+        # numbers.
         nodes: list[Any] = [tensor.grad_fn] if is_custom_function(tensor.grad_fn) else []
         for node in nodes:
             if self.operation(node):

@@ -157,13 +157,13 @@ _OTHERS = (
     *(_Kind(probe.__name__.rstrip("_"), probe) for probe in _OTHER_PROBES),
 )
 
-# Selections by a mask that is fixed in the backward pass and products with one, as in a hand-written ReLU.
+# Selections by a mask, and products with a mask, that is fixed in the backward pass, as in a hand-written ReLU.
 _HIDDEN = (
     _Kind("where", lambda t: torch.where(t > 0, t, 0.0), lambda node: sum(_tracked(node)) == 1),
     _Kind("masked_fill", lambda t: t.masked_fill(t < 0, 0.0)),
     # `t[t < 0] = torch.tensor(0.0)`; before PyTorch 2.14 also `t[t < 0] = 0`.
     _Kind("masked_fill", lambda t: t.index_put_((t < 0,), torch.zeros_like(t[0])), _is_assignment_by_mask),
-    # Features of an image that replace embeddings of words are tracked.
+    # Not counted: image features that replace embeddings of words, because they have a gradient.
     _Kind("masked_scatter", lambda t: t.masked_scatter(t < 0, torch.zeros_like(t)), lambda node: not _tracked(node)[1]),
     _Kind("minimum with 0", lambda t: torch.minimum(t, torch.zeros_like(t)), _is_constant_zero),
     _Kind("fmin with 0", lambda t: torch.fmin(t, torch.zeros_like(t)), _is_constant_zero),

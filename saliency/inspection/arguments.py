@@ -78,7 +78,7 @@ class ModelCall(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    labels: Any = None  # of a pair (input, labels) of a data loader
+    labels: Any = None  # the labels in a pair (input, labels) of a data loader
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Read DICOM files of one image, and tell them from the slices of a series. It needs no torch."""
+"""Read DICOM files of one image, and distinguish them from the slices of a series. It needs no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_dicom(file: IO[bytes], name: str, max_pixels: int) -> Image.Image:
     """Return the image of a DICOM file: RGB, or mode F in the units of the file (for CT, Hounsfield units).
 
     Grey images have the key "range" in their `info`: the values that are black and white, from the window of the file,
-    else the lowest and highest value. In MONOCHROME1, the highest value is black, and "inverted" is true.
+    else the lowest and highest value. In MONOCHROME1, the highest value is black, and the key "inverted" is true.
 
     Raises:
         DependencyError: The extra `volumes` is not installed.

@@ -48,7 +48,7 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
-    """Return a deep image with its range, by default 0..65535, as 0..255: in mode F, clamped.
+    """Scale a deep image from its range, by default 0..65535, to 0..255; in mode F, the values are clamped.
 
     Raises:
         ImageError: There is no range, and a pixel is a floating-point number or outside 0..65535.

@@ -96,7 +96,7 @@ class Probe:
         """Return the start and end of the output on the image, along one axis of (C, h, w)."""
         length = self.image_size[2 - axis]
         centres = (np.arange(length) + 0.5) / length
-        positions = length * self._profile(centres, axis)  # in the image, of the centre of each output pixel
+        positions = length * self._profile(centres, axis)  # position in the image of the centre of each output pixel
         start, step = _fit_line(positions, length)
         folds = int(min(0.05 * length / step, length / 64))
         if length > 256 and folds > 1:

@@ -85,8 +85,8 @@ def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess 
 def locate_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None, x: Tensor) -> Tensor | None:
     """Return the position of the model's input on a volume; None if the input covers the whole volume.
 
-    The position is found by changing voxels of the volume, to see where the input changes. All other voxels stay,
-    because a crop may depend on the values, and a normalisation always does.
+    The position is found by changing voxels of the volume, to see where the input changes. All other voxels stay
+    unchanged, because a crop may depend on the values, and a normalisation always does.
 
     Args:
         volume: The volume (C, I, J, K).
@@ -106,7 +106,7 @@ def locate_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | No
     fit, _, rank, _ = np.linalg.lstsq(rows[:, :4], rows[:, 4:], rcond=1e-6)
     error = (np.abs(rows[:, :4] @ fit - rows[:, 4:]) * x.shape[1:] / 2).max(initial=0)  # in voxels of the input
     if len(rows) > rank == 4 and error < 1.2 * np.ptp(rows[:, :3], axis=0).min():
-        shifts = np.abs(fit.T - np.eye(3, 4)).sum(1) * np.minimum(volume.shape[1:], x.shape[1:]) / 2  # of corners
+        shifts = np.abs(fit.T - np.eye(3, 4)).sum(1) * np.minimum(volume.shape[1:], x.shape[1:]) / 2  # at corners
         return torch.from_numpy(fit.T[::-1, [2, 1, 0, 3]].copy()) if shifts.max() > 0.5 + 3 * error else None
     problem = "is random or warps the volume, keeps a small part, or makes it constant"
     raise ImageError(f"the map has no position on the volume: the preprocessing {problem}; prepare the file instead")
@@ -120,9 +120,9 @@ def _moved_blocks(volume: Tensor, prepare: Preprocess | TransformPreprocess, x: 
     finite, sizes = volume.nan_to_num(), np.array([volume.shape[1:], x.shape[1:]])
     low, high = (edge(finite, (1, 2, 3), True) for edge in (torch.amin, torch.amax))
     total, least = finite.sum(0).numpy(), 0.15 * (x.amax((1, 2, 3)) - x.amin((1, 2, 3))).sum()
-    voxels = np.flatnonzero(total > total.mean())  # of the foreground, since a crop may depend on the background
+    voxels = np.flatnonzero(total > total.mean())  # voxels of the foreground, since a crop may depend on the background
     voxels = voxels if len(voxels) > _PROBES else np.arange(total.size)
-    # About three voxels of a coarse input, so that a block is seen between them.
+    # A block covers about three voxels of a coarse input, so that resampling cannot skip it.
     radius = max(0, int(2 * (total.size / x[0].numel()) ** (1 / 3) + 0.01) - 2)
     for index in np.transpose(np.unravel_index(np.random.default_rng(0).choice(voxels, _PROBES), total.shape)):
         starts, ends = np.maximum(index - radius, 0), np.minimum(index + radius + 1, sizes[0])
@@ -196,6 +196,6 @@ def _read_series(path: Path) -> Volume:
     apply_rescale = optional_import("pydicom.pixels", "volumes", "a DICOM series").apply_rescale
     planes = [np.float32(apply_rescale(part.pixel_array, part)).T for part in slices]
     affine = np.eye(4)
-    spacing = slices[0].PixelSpacing  # of rows, then of columns
+    spacing = slices[0].PixelSpacing  # the distance of rows, then of columns
     affine[:3] = np.stack([across * spacing[1], down * spacing[0], step, positions[0]], 1)
     return Volume(torch.from_numpy(np.stack(planes, -1))[None], np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine)  # from LPS

@@ -105,7 +105,7 @@ class BaselineOption(ConvertedOption[BaselineLike, ResolvedBaseline | list[Resol
 
     def convert(self, method: Any, value: Any) -> ResolvedBaseline | list[ResolvedBaseline]:
         """Return the checked baselines, or the default."""
-        if isinstance(value, tuple) and requires_several(method.model):  # as captum's
+        if isinstance(value, tuple) and requires_several(method.model):  # a tuple of baselines, as in captum
             raise MethodError(BY_NAME.format(self.name))
         is_default = isinstance(value, str) and value == self.default
         return self.default if is_default else resolve_baseline(self.name, value, method.preprocess)
@@ -213,7 +213,7 @@ class Filler:
         background: (1, C, H, W) the image with all pixels hidden; 0 for "inpaint", which needs visible pixels.
 
     Raises:
-        MethodError: The fill has different channels or another size than the image.
+        MethodError: The channels or the size of the fill differ from the image.
     """
 
     def __init__(self, x: Tensor, fill: Fill) -> None:

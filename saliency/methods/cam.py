@@ -87,7 +87,7 @@ class LayerAttribution(TracedAttribution):
     """Whether the method reads all levels of a detector instead of the last level only."""
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
-        """Return the needs at the named layer or layers, or at the default."""
+        """Return the needs of the method at its layer or layers, or at the default layer."""
         layers = (self.layer,) if isinstance(self.layer, str) else self.layer
         if layers is None and self.reads_levels:
             layers = default_layers(self.model, x, target)
@@ -109,8 +109,8 @@ class LayerCombination(LayerAttribution):
     """Base class of maps computed from one layer's activations and the gradients there.
 
     Args:
-        calls: Of a module that is called several times, as in a recurrent network, "sum" adds the maps of all calls,
-            each of which must see the whole image. By default the last call is read.
+        calls: For a module that is called several times, as in a recurrent network, "sum" adds the maps of all calls.
+            Each call must see the whole image. By default the last call is read.
     """
 
     needs = Needs("layers", backwards=1)

@@ -134,7 +134,7 @@ class DeepSHAP(DeepLIFT):
 
     Because the baselines differ, no colour is left without attribution. By default they are random colours from the
     normal distribution of the normalised input, which need no data; the authors draw training images. For linear and
-    additive models, the values are the Shapley values whose missing pixels come from the baselines.
+    additive models, the values are the Shapley values for which missing pixels are taken from the baselines.
 
     Args:
         baseline: "colours", or several baselines as for `IntegratedGradients`: a list, or a float tensor (K, C, H, W).
@@ -155,7 +155,7 @@ class DeepSHAP(DeepLIFT):
     """
 
     name = "deep_shap"
-    joins_inputs = False  # a colour is of one image
+    joins_inputs = False  # random colours are baselines of an image, not of joined inputs
     cost = "11 forwards, 10 backwards"
     preview_options: ClassVar = {"passes": 2}
     has_error = True

@@ -161,12 +161,12 @@ class ExtremalPerturbation(TimedAttribution):
 
 
 def step_size(steps: int) -> float:
-    """Return the largest change of a number in one of a number of steps."""
+    """Return the largest change of a number in one step, given the number of steps."""
     return max(0.02, min(0.25, 1.5 / steps))
 
 
 def adam_step(numbers: Tensor, gradient: Tensor, moments: Tensor, step: int, rate: float) -> Tensor:
-    """Return numbers within 0..1 after a step of Adam, counted from 1. The two moments (2, ...) change in place.
+    """Return numbers within 0..1 after a step of Adam; steps count from 1. The two moments (2, ...) change in place.
 
     `torch.optim.Adam` would import the compiler of PyTorch, which takes seconds.
 

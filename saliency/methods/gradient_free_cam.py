@@ -179,7 +179,7 @@ class ScoreCAM(LayerPasses, TimedAttribution):
         flat = len(chosen) - len(varied)
         used, left_out = f"{len(varied)} of {len(is_flat)} channels as masks", len(is_flat) - len(chosen)
         notes = [f"{used}, one forward for the {flat} constant channels, {left_out} left out"]
-        count = len(varied) + bool(flat)  # the last mask is empty, for all constant channels
+        count = len(varied) + bool(flat)  # one empty mask at the end stands for all constant channels
         scores = torch.full((count,), math.nan, dtype=torch.float64, device="cpu")  # NaN: not run yet
 
         def make(start: int, stop: int) -> Tensor:

@@ -47,7 +47,7 @@ STEP_TOLERANCE = 1e-9
 
 
 class IntegratedGradients(TimedAttribution):
-    """The mean gradient on the straight path from a baseline to the image, times their difference.
+    """The mean gradient on the straight path from a baseline to the image, times the image minus the baseline.
 
     Formula: S = (x − x′) ⊙ ∫₀¹ ∇y(x′ + t (x − x′)) dt.
 
@@ -662,7 +662,7 @@ def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArr
     Args:
         values: (H, W).
         regions: The regions, which may overlap.
-        least: A region that would add fewer pixels is dropped.
+        least: The smallest number of new pixels with which a region is kept.
     """
     from scipy.sparse import csr_matrix
 

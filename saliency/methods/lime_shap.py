@@ -146,9 +146,9 @@ class LIME(CoalitionSampling):
 
     Args:
         width: The width of the weights, in units of the cosine distance.
-        penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. It
-            shrinks them, by about 4 penalty / (sum of weights), which the errors do not include. The authors' code
-            uses 1; with 0, the default, an additive model is recovered exactly.
+        penalty: The weight of the squared coefficients in a ridge regression, in units of a sample of weight 1. The
+            penalty shrinks the coefficients by about 4 penalty / (sum of weights), which the errors do not include. The
+            authors' code uses 1; with 0, the default, an additive model is recovered exactly.
 
     Values: (N, 1, H, W), signed, in score units per pixel: the coefficient of a segment, divided evenly among its
     pixels.
@@ -206,7 +206,7 @@ class _LimeRegression(Coalitions):
         visible = torch.cat([self.rows.new_ones(1, self.segments.count), self.rows])[part].double()
         scores = torch.cat([self.scores.new_zeros(1), self.scores - self.full])[part]
         weights = torch.exp(-(1 - visible.mean(1).sqrt()).square() / (2 * self.width**2))
-        # Without weighted means, no intercept is needed.
+        # After subtracting the weighted means, no intercept is needed.
         fractions = weights / weights.sum()
         visible, scores = visible - fractions @ visible, scores - fractions @ scores
         return regression(visible, scores, weights, self.penalty, fractions), scores, weights
@@ -287,7 +287,7 @@ class _KernelRegression(Coalitions):
         if not number:
             return row
         pair, is_complement = divmod(number - 1, 2)
-        if self.includes_all:  # all without the last segment; the complements are all with it
+        if self.includes_all:  # all combinations without the last segment; their complements contain it
             row = (self._order[pair] + 1 >> torch.arange(count, device="cpu")) & 1 == 1
         else:
             draws = generator(self.seed, pair)
@@ -305,7 +305,7 @@ class _KernelRegression(Coalitions):
         halves = (scores[:, 0] - scores[:, 1]) / 2 - visible.sum(1) * mean
         sizes = rows.sum(1).tolist() if self.includes_all else []
         weights = [1 / (math.comb(count, k) * k * (count - k)) for k in sizes] or [1.0] * len(rows)
-        # Remove the fixed sum. The rest determines the differences between segments.
+        # Subtract the fixed sum: the regression then determines the differences between segments.
         fit = regression(visible - visible.mean(1, keepdim=True), halves, halves.new_tensor(weights))
         errors = fit.errors if len(rows) >= count and not self.includes_all else None
         return fit.coefficients + mean, torch.zeros_like(fit.coefficients) if self.is_exact else errors

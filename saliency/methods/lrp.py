@@ -274,7 +274,7 @@ class PixelRelevance(RelevancePropagation):
     at: Option[At | None] = Option(None, check_choice, get_args(At))
 
     def explains_together(self) -> bool:
-        """Return whether relevance is read at the inputs, so that one walk reaches all of a model with several."""
+        """Return whether relevance is read at the inputs, so that one walk reaches all inputs of a model."""
         return self.layer is None
 
     def patches(self, grads: TargetGradients) -> _Patches | None:
@@ -298,7 +298,7 @@ class LRP(PixelRelevance):
 
     Works on the autograd graph of the call, so residual connections, functions, reused modules and operations in place
     need no preparation of the model. Batch norm is merged into the convolution or matrix product before it if nothing
-    else reads the result of that; the weights are not changed. Other operations: activations pass their relevance;
+    else reads that result; the weights are not changed. Other operations: activations pass their relevance;
     normalisations pass it with their deviation as a constant; each factor of a product gets half, or all if the other
     factor is a deviation; a product of functions of the same value, such as x * sigmoid(x), is an activation; fused
     attention gives half to the value and a quarter each to query and key.

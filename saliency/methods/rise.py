@@ -394,9 +394,9 @@ class VXCODE(SegmentAttribution, TimedAttribution):
 
     Insertion begins with all patches hidden, and shows the patch that raises the score most, then the next. Deletion
     begins with the image, and hides the patch that lowers the score most. Each patch is judged together with the
-    patches before it. Every 16th choice tries all remaining patches, and the choices between try the best of these. The
-    score of a box is its similarity, as in `DRISE`: the highest product of IoU, probability of an object and cosine of
-    the class probabilities, over all candidates. Other targets have their own score.
+    patches before it. Every 16th choice tries all remaining patches; the choices in between try only the best of them.
+    The score of a box is its similarity, as in `DRISE`: the highest product of IoU, probability of an object and cosine
+    of the class probabilities, over all candidates. Other targets have their own score.
 
     The value of a patch is the best score of the search minus the best score before this patch. The search ends when
     1 % of the difference between the scores of the image and of all patches hidden is left; the other patches are 0.
@@ -408,8 +408,8 @@ class VXCODE(SegmentAttribution, TimedAttribution):
         group_size: The number of patches that are chosen together, the paper's r: 1, 2 or 3. Until a tenth of all
             patches is chosen, all combinations of the 30 that are best alone are tried: 435 of two patches, 4060 of
             three.
-        trials: The number of patches that the choices between try. The paper tries all patches at each choice, as
-            `trials=64` does for 64 patches, in up to 2081 forwards.
+        trials: The number of patches that each of the choices in between tries. The paper tries all patches at each
+            choice, as `trials=64` does for 64 patches, in up to 2081 forwards.
         segments: By default a grid of patches, (rows, columns). The number of passes grows with its square.
         seconds: The maximum time per image, in seconds. At least one patch is chosen.
 

@@ -176,7 +176,7 @@ class SegmentAttribution(MultiPassAttribution):
     fill: FillOption = FillOption()
 
     def explains_together(self) -> bool:
-        """Return whether the inputs of a model with several are the segments."""
+        """Return whether the segments are the inputs of a model with several inputs."""
         return self.segments == "inputs"
 
     def segmented(self, x: Tensor) -> tuple[Segments, Filler]:

@@ -176,7 +176,7 @@ class AttentionMap(TracedAttribution):
     """Base class of methods that read the self-attention among all tokens of a vision transformer.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block.
+        NotApplicableError: The network has no attention, or a block without attention among all tokens.
         LayerError: The tokens are not a grid of patches.
     """
 
@@ -216,8 +216,8 @@ class AttentionMap(TracedAttribution):
     def query_relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of the tokens of the image tower to the queries of a bridge (N, queries, tokens).
 
-        By default, it is the rollout of the attention, with the identity for the residual connection of a query. The
-        rest of a sum of 1 is the relevance of the learned queries.
+        By default, it is the rollout of the attention, with the identity for the residual connection of a query. Each
+        row sums to 1 together with the relevance of the learned queries, which is not returned.
         """
         fractions: Tensor | None = None
         for call in attention.bridge:
@@ -325,8 +325,8 @@ class CheferAttention(AttentionMap):
     Values: (N, 1, h, w), at least 0, dimensionless.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block; or a decoder has as
-            many queries as tokens.
+        NotApplicableError: The network has no attention, or a block without attention among all tokens; or a decoder
+            has as many queries as tokens.
 
     Source: Chefer et al., "Generic Attention-Model Explainability for Interpreting Bi-Modal and Encoder-Decoder
         Transformers" (2021), https://arxiv.org/abs/2103.15679.
@@ -353,7 +353,7 @@ class CheferAttention(AttentionMap):
         return _decoded(attention.bridge, self.weights(attention))
 
     def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
-        """Return the weighted attention of a call (N, queries, keys), as a function of the call."""
+        """Return a function from a call to its weighted attention (N, queries, keys)."""
         return lambda call: attention.gradient(call).mul_(call.probabilities()).clamp_(min=0).mean(1)
 
 
@@ -373,7 +373,7 @@ class GradECLIP(AttentionMap):
     Values: (N, 1, h, w), at least 0, in score units up to the scale of the cosine.
 
     Raises:
-        NotApplicableError: The network has no fused attention, or not among all tokens in each block.
+        NotApplicableError: The network has no fused attention, or a block without attention among all tokens.
 
     Source: Zhao et al., "Gradient-based Visual Explanation for Transformer-based CLIP" (2024),
         https://proceedings.mlr.press/v235/zhao24p.html.
@@ -478,8 +478,8 @@ class TokenStream:
     def skip_gradients(self) -> dict[AttentionCall, Tensor]:
         """Return the gradients at the results of the blocks' attention that run along skip connections only.
 
-        The gradient at the tokens after the last block is the gradient at the sum of each branch, since no branch
-        passes it on to earlier tokens. From the sum, it reaches the attention of the branch.
+        No branch passes gradient on to earlier tokens, so the gradient at the sum of each branch equals the gradient at
+        the tokens after the last block. From the sum, it reaches the attention of the branch.
 
         Raises:
             NotApplicableError: A block has no skip connection from the tokens before it to a sum.
@@ -557,8 +557,8 @@ class LeGrad(AttentionMap):
     Values: (N, 1, h, w), at least 0, in score units per unit of attention.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block; its last two blocks
-            differ; or its head contains a function in Python.
+        NotApplicableError: The network has no attention, or a block without attention among all tokens; its last two
+            blocks differ; or its head contains a function in Python.
 
     Source: Bousselham et al., "LeGrad: An Explainability Method for Vision Transformers via Feature Formation
         Sensitivity" (2024), https://arxiv.org/abs/2404.03214.
@@ -620,8 +620,8 @@ class AGCAM(AttentionMap):
     Values: (N, 1, h, w), at least 0, in score units.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block; or a block has no skip
-            connection around its attention.
+        NotApplicableError: The network has no attention, or a block without attention among all tokens; or a block has
+            no skip connection around its attention.
 
     Source: Leem and Seo, "Attention Guided CAM: Visual Explanations of Vision Transformer Guided by Self-Attention"
         (2024), https://arxiv.org/abs/2402.04563.

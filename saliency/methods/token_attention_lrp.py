@@ -39,8 +39,8 @@ class CheferLRP(CheferAttention):
     Values: (N, 1, h, w), at least 0, dimensionless.
 
     Raises:
-        NotApplicableError: The network has no attention, or not among all tokens in each block; an operation has no
-            rule; or the score rises with some outputs of the last linear layer and falls with others.
+        NotApplicableError: The network has no attention, or a block without attention among all tokens; an operation
+            has no rule; or the score rises with some outputs of the last linear layer and falls with others.
 
     Source: Chefer et al., "Transformer Interpretability Beyond Attention Visualization" (2021),
         https://arxiv.org/abs/2012.09838.
@@ -51,7 +51,7 @@ class CheferLRP(CheferAttention):
     needs = Needs(backwards=3, values=SavedValues.ALL, attention=True)
 
     def weights(self, attention: TokenAttention) -> Callable[[AttentionCall], Tensor]:
-        """Return the weighted attention, as a function of the call."""
+        """Return a function from a call to its weighted attention."""
         rules = _Rules(attention)
         try:
             Walk(attention.grads, rules, frees=attention.grads.forward.count_backward()).run()

@@ -504,7 +504,7 @@ def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
     extent = box[2:] - box[:2]
     cell = tiles[0, 2:] - tiles[0, :2]
     steps = (tiles - box[:2].repeat(2)) / cell.repeat(2)  # edges of the tiles on a grid of such cells
-    counts = (extent / cell).round().long()  # of columns and rows
+    counts = (extent / cell).round().long()  # the numbers of columns and rows
     if (steps - steps.round()).abs().max() > 0.1 or len({*map(tuple, steps.round().tolist())}) != counts.prod():
         raise ImageError(f"{len(tiles)} tiles of an image are not the rows of a grid")
     canvas_size = counts * size  # (w, h)

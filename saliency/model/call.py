@@ -58,11 +58,12 @@ class Call(NamedTuple):
             if the output is read unchanged.
         is_tracing: Whether the call is traced into a program, so that no value can be read.
         modules: The modules of the prepared model, the model first.
-        other_layers: A function that returns the calls of layers that read other images, which are no default layers.
-        warned: The lines of the toolkit that have warned, if each line shall warn only once; None for no such limit.
-        warns: Whether the call may warn. `warnings.catch_warnings` is not for threads.
+        other_layers: A function that returns the calls of layers that read other images, which are never default
+            layers.
+        warned: The lines of the toolkit that have warned, if each line may warn only once; None for no such limit.
+        warns: Whether the call may warn. `warnings.catch_warnings` is not safe in threads.
         subjects: The images of a run that the thread processes.
-        checks: The checks that wait for the result; see `check_later`.
+        checks: The pending checks, which run after the result; see `check_later`.
         compiled: Two compiled functions of passes and their questions. They return scores, and scores and gradients, or
             None for passes that cannot be compiled. None if the method is not compiled.
         compiles: Whether a compiled method may compile, and checks whether the model has changed. False in the threads
@@ -160,12 +161,12 @@ def name_subjects(*names: str) -> None:
 
 
 def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
-    """Call a function that may warn or raise with numbers, once the result is computed, so that nothing waits for them.
+    """Check numbers only after the result is computed, so that no operation waits for them.
 
     The numbers are read from the device together with numbers of the result, by `read_back`.
 
     Args:
-        check: The function.
+        check: The function that checks the numbers; it may warn or raise.
         numbers: Tensors (), or one tensor (n,).
     """
     call = current_call()
@@ -175,7 +176,7 @@ def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
 
 
 def read_back(rows: Tensor) -> list[tuple[float, ...]]:
-    """Return rows (n, k) of numbers, and run the checks that wait, after one transfer from the device."""
+    """Return rows (n, k) of numbers, and run the pending checks, after one transfer from the device."""
     checks = cast("list[Any]", current_call().checks)
     (tensors, functions), checks[:] = zip(*checks, strict=True), []
     flat = [rows.flatten(), *map(methodcaller("to", rows.device), tensors)]
@@ -220,7 +221,7 @@ def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Mod
 _lock = threading.RLock()
 _held: dict[int, list[nn.Module]] = {}  # by holder, the modules that it keeps in evaluation mode
 _was_training: set[nn.Module] = set()
-_attributes: dict[nn.Module, dict[str, Any]] = {}  # of modules that cache tensors of inference_mode
+_attributes: dict[nn.Module, dict[str, Any]] = {}  # attributes of modules that cache inference tensors
 _eager_holders: set[int] = set()
 _eager_stance: list[Any] = []  # the compiler's stance, while there are holders
 
@@ -292,7 +293,8 @@ def _make_eager(holder: int) -> None:
     with _lock:
         _eager_holders.add(holder)
         if not _eager_stance:
-            # Python handles Ctrl-C after a call returns. `extend` stores the old stance before that; `append` not.
+            # Python handles Ctrl-C after a call returns. `extend` stores the old stance before that, while `append`
+            # does not.
             _eager_stance.extend(map(torch.compiler.set_stance, ["force_eager"]))  # type: ignore[arg-type]
 
 
@@ -346,7 +348,7 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         checks = list[tuple[Tensor, Callable[..., None]]]()
         stack.enter_context(bound(**call, modules=modules, checks=checks))
         yield
-        if checks:  # of a method whose result became no explanation
+        if checks:  # left by a method whose result did not become an explanation
             read_back(torch.empty(0, 1, dtype=torch.float32, device="cpu"))
 
 
@@ -413,7 +415,7 @@ def last_operation(tensor: Tensor, names: MutableMapping[Tensor, str]) -> str:
         tensor: The tensor.
         names: The operations of such tensors; see `Call.logits`.
     """
-    base = view_base(tensor)  # of the part of one image
+    base = view_base(tensor)  # the part of one image may be a view
     return names.get(tensor if base is None else base, "")
 
 
@@ -427,7 +429,7 @@ class _Logits(TorchFunctionMode):
     def __init__(self, names: MutableMapping[Tensor, str]) -> None:
         super().__init__()
         self.names = names
-        # With the versions of both tensors: a later change in place makes them another function.
+        # The versions of both tensors are stored too: after an in-place change, the pair is no longer valid.
         self.recorded: MutableMapping[Tensor, tuple[str, Tensor, list[int]]] = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -551,7 +553,7 @@ def unwrap(model: object) -> nn.Module:
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             inner = model.module
         if inner is None and hasattr(model, "predictor") and hasattr(model, "overrides"):
-            inner = getattr(model, "model", None)  # of YOLO, whose own call is a pipeline under inference_mode
+            inner = getattr(model, "model", None)  # YOLO: its own call is a pipeline under inference_mode
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -51,11 +51,12 @@ SeveralInputs = Mapping[Any, Any] | tuple[Any, ...] | Views
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBatch(Batch):
-    """Batch that stands for inputs of a model with several.
+    """Batch of some of the inputs of a model with several inputs.
 
     Attributes:
         names: The inputs that `inputs` holds: one; or several, as channels of one image or as rows of numbers.
-        source: All inputs of the call. The others stay while the model runs variants of these.
+        source: All inputs of the call. Inputs that are not in `names` stay unchanged while the model runs variants of
+            `inputs`.
     """
 
     names: tuple[Key, ...] = field(kw_only=True)
@@ -93,7 +94,7 @@ def as_rows(parts: Iterable[Tensor]) -> Tensor:
 
 
 def by_input(x: Tensor, compute: Callable[[Key | None, Tensor], Tensor]) -> Tensor:
-    """Return a function of an image (1, C, H, W); if inputs are explained together, of each of them, joined.
+    """Return a function of an image (1, C, H, W), or of each of several joined inputs, with the results joined.
 
     Args:
         x: The image, or the joined inputs of a call, as a method sees them.
@@ -121,7 +122,7 @@ def input_labels() -> Tensor:
 
 
 class ModelInputs:
-    """All inputs of a call of a model with several, by name.
+    """All inputs of a call of a model with several inputs, by name.
 
     Attributes:
         values: The inputs as the model takes them.
@@ -172,19 +173,20 @@ class ModelInputs:
         self.geometries = tuple(Geometry.of(frame, size) for frame in self.frames[self.first])
 
     def named(self, arguments: Any) -> Any:
-        """Return further arguments of the model by name, if they are given in order: those that no input fills."""
+        """Return further arguments of the model by name; ordered ones belong to the parameters that no input fills."""
         names = [name for name in self._parameters if name not in self._filled]
         return dict(zip(names, arguments, strict=False)) if isinstance(arguments, tuple | list) else arguments
 
     def batch(self, *names: Key, as_channels: bool = False) -> InputBatch:
-        """Return a batch of one input, of which the model runs variants while the others stay; or of several.
+        """Return a batch of some inputs. The model runs variants of them, with the other inputs unchanged.
 
         Args:
             names: The inputs.
-            as_channels: Whether several are channels of one image, so that the same places change in all of them.
+            as_channels: Whether several inputs are channels of one image, so that the same places change in all of
+                them.
 
         Raises:
-            ImageError: They shall be channels, and differ in size.
+            ImageError: The inputs are to be channels, but differ in size.
         """
         values = [self.values[name] for name in names]
         if as_channels and len({value.shape[2:] for value in values}) > 1:
@@ -216,7 +218,7 @@ def has_several_inputs(model: nn.Module, given: Any, arguments: Any = ()) -> boo
     Args:
         model: The model.
         given: What the user passed as images.
-        arguments: The arguments that the user passed besides, in order or by name.
+        arguments: The further arguments that the user passed, in order or by name.
     """
     if isinstance(given, Mapping):
         return set(given) != {"pixel_values"}

@@ -164,7 +164,7 @@ class LayerTrace:
 
     @property
     def reading(self) -> frozenset[Reading]:
-        """What reads the image: layers, with their calls and rows."""
+        """The layers that read the image, with their calls and rows."""
         return frozenset((name, self.calls.get(name, -1), self.rows.get(name, ())) for name in self.sources)
 
 
@@ -274,8 +274,9 @@ def _default_scan(model: nn.Module, x: Tensor, target: _Score | None) -> LayerSc
 def feature_layer(model: nn.Module, x: Tensor) -> str:
     """Return the last layer of features with spatial output. Raises LayerError if there is none.
 
-    The layer needs no gradient, so it is the final norm of a vision transformer, and may be the output of the model.
-    Maps of class scores, which are finer than the coarsest features, are no features.
+    The score need not have a gradient at this layer: for a vision transformer, it is the final norm, even if this norm
+    returns the output of the model. Maps of class scores, which are finer than the coarsest features, are not treated
+    as features.
     """
     return _require_layer(trace_layers(model, x).features, model, x)
 
@@ -283,8 +284,9 @@ def feature_layer(model: nn.Module, x: Tensor) -> str:
 def _require_layer(layer: str | None, model: nn.Module, x: Tensor) -> str:
     if layer is None:
         raise LayerError(
-            f"no layer of {type(model).__name__} has a spatial output, not mirrored, of the whole image for an input "
-            f"of {as_text(x.shape[2:])}; pass layer=, a larger image, or the network inside a model that flips images"
+            f"no layer of {type(model).__name__} has a spatial output, not mirrored, that covers the whole image, "
+            f"for an input of {as_text(x.shape[2:])}; "
+            "pass layer=, a larger image, or the network inside a model that flips images"
         )
     return layer
 
@@ -569,7 +571,7 @@ def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, targ
 
 
 def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -> Tensor:
-    """Return the output of the last call of a layer that reads the image, of the outputs of all its calls."""
+    """Return the output of the last call that reads the image, from the outputs of all calls of a layer."""
     has_others = len(calls) > 1 and current_call().caches is not None
     return calls[trace_layers(model, x).calls.get(name, -1) if has_others else -1]
 
@@ -577,10 +579,10 @@ def read_call(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor]) -
 def read_calls(model: nn.Module, x: Tensor, name: str, calls: Sequence[Tensor], *, all_calls: bool) -> Sequence[Tensor]:
     """Return the outputs of the calls of a layer that are read: the last, or all calls.
 
-    Of several inputs, and of an answer, it is the call that reads the explained image.
+    For several inputs, and for an answer, it is the call that reads the explained image.
 
     Warns:
-        SaliencyWarning: The layer has parameters, so its other calls are not another use of an operation.
+        SaliencyWarning: The layer has parameters and is called several times, but only the last call is read.
     """
     batch = current_call().batch
     if batch is None or batch.arguments is None:
@@ -604,7 +606,7 @@ def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
 LayoutFunction = Callable[[Tensor], Tensor]
 """A function from the output of a layer to maps (N, K, h, w), which only selects and rearranges its values."""
 
-_CHANNELS_FIRST = (  # by definition
+_CHANNELS_FIRST = (  # layers whose outputs are channels first by definition
     *(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d),
     *(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.InstanceNorm3d),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),

@@ -146,7 +146,7 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
         operands = list(filter(_is_plain, tensors))
         memories = {memory_id(tensor) for tensor in operands}
         # Fused attention has the tag of random operations for its dropout. Tokens of text after it are traced, so that
-        # an answer does not take the layers after a cross-attention for the reader of the embeddings.
+        # the layers after a cross-attention are not mistaken for the layer that reads the embeddings of an answer.
         is_random = torch.Tag.nondeterministic_seeded in op.tags
         is_random = is_random and (self._follows_values or not is_attention(op))
         is_traced = is_random or len(operands) < len(tensors) or any(map(self.known_memory, operands))

@@ -86,7 +86,7 @@ class Scores(Attribution):
 
 
 class CompiledProgram(NamedTuple):
-    """A compiled program: a function of images and classes, the layer of its values, and the number of classes."""
+    """A compiled program: its function of images and classes, the layer of its values, and the number of classes."""
 
     run: Callable[..., Sequence[Tensor]]
     layer: str | None

@@ -138,7 +138,7 @@ def captured(
 def traced(
     method: Attribution, example: ImagesLike, target: int | str | None, *, is_map: bool = True
 ) -> tuple[ExportedProgram, Explanation, list[Tensor]]:
-    """Return a program, which returns the method's values instead of a map or not, and an example.
+    """Return a program, which returns a map, or the method's values if `is_map` is False, and an example.
 
     Returns:
         The program; the explanation of the example by `attribute`; and the inputs of the program for the example.
@@ -169,7 +169,7 @@ def traced(
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise NotApplicableError(f"export: torch.export refuses {method.name} on this model: {reason}") from error
     for node in program.graph.nodes:
-        node.meta = {"val": node.meta.get("val")}  # not its origin: names of files of this machine
+        node.meta = {"val": node.meta.get("val")}  # drop the origin of the node, which names files of this machine
     return program, explanation, inputs
 
 
@@ -213,7 +213,7 @@ class ProgramQuestions(Questions):
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""
-        if self.asked:  # of a method, about the same classes
+        if self.asked:  # the questions of a method about the same classes
             return self.asked.score(output)
         scores = class_scores(output)
         if self.scores is None:

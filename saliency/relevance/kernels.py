@@ -1,4 +1,4 @@
-"""Fast forms of the rules, by class of rule. Each is tested equal to the formula of its rule in float64.
+"""Fast forms of the rules, by class of rule. The tests compare each of them with the formula of its rule in float64.
 
 Products of single inputs and weights are never formed: with t = |W| |a|, their positive parts sum to (W a + t) / 2 and
 their negative parts to (W a - t) / 2. The relevance of a bias needs only the sums of the quotients R / z over all
@@ -40,7 +40,7 @@ class Passed(NamedTuple):
 
     Attributes:
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
-        relevance: The relevance of the input, of rules that also give relevance to an input of zero.
+        relevance: The relevance of the input, for rules that also give relevance to an input of zero.
         biases: The relevance that the bias absorbs, by image (row of a matrix product) or channel; None if it is zero.
         lost: The relevance that nothing receives, in the shape of `biases`; None if it is zero.
     """

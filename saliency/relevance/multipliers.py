@@ -79,7 +79,7 @@ class MultiplierStep(NamedTuple):
 
 
 class Multipliers:
-    """The rule of one walk: the multipliers of the operands of each operation between two forwards.
+    """The rule of one walk: it gives the multipliers of the operands of each operation, from two forwards.
 
     Args:
         grads: The scores of the images.
@@ -292,7 +292,7 @@ def _through_softmax(z: Pair, grad: Tensor, dim: int) -> Tensor:
     """
     logs = Pair(z.x.log_softmax(dim), z.x0.log_softmax(dim))
     larger = torch.maximum(*logs).exp().nan_to_num_(0)
-    change = logs.change.abs().nan_to_num_(0, torch.inf)  # hidden positions are infinite for both
+    change = logs.change.abs().nan_to_num_(0, torch.inf)  # hidden positions are -inf in both
     # Not a tiny summand instead of the mask: `expm1` of tiny numbers takes six times as long.
     slope = larger * torch.where(change == 0, 1, -torch.expm1(-change) / change)
     total = slope.sum(dim, keepdim=True)

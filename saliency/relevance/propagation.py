@@ -55,7 +55,7 @@ Unknown = Literal["refuse", "gradient"]
 
 aten = torch.ops.aten
 
-# These also have a rule where they are not of degree one: an addcmul of two signals, a variance, a product.
+# Operations of degree one. Some have a rule even where they are not: an addcmul of two signals, a variance, a product.
 OF_DEGREE_ONE = operations.HOMOGENEOUS | {"addcmul", "var", "var_mean", "prod"}
 _LOGSUMEXP = frozenset({"logsumexp", "_log_softmax"})
 # A factor that one of these computes is treated as constant: the deviation of a normalisation written by hand,
@@ -127,7 +127,8 @@ class Propagation:
 
     Attributes:
         rules: The rule of each convolution and matrix product, by the address of its weights.
-        unmerged: The operations that keep batch norms from the convolution or matrix product before them.
+        unmerged: The operations that prevent the merging of a batch norm into the convolution or matrix product before
+            it.
         relevance: The relevance of the result of the operation `first`, in its shape.
     """
 
@@ -147,7 +148,7 @@ class Propagation:
         self.relevance: Tensor | None = None
         # By linear operation: its result, if that is the input of the batch norm, and the factors of the norm.
         self._merged: dict[Node, tuple[Tensor | None, ChannelFactors]] = {}
-        self._paths: dict[Node, dict[Edge, Tensor | None]] = {}  # of batch norms
+        self._paths: dict[Node, dict[Edge, Tensor | None]] = {}  # for each batch norm
         self.unmerged: Counter[str] = Counter()  # batch norms, by what prevents that they are merged
         self._biases: dict[Node, Tensor] = {}
         self._has_product = False  # whether the walk has passed a product of two signals
@@ -206,7 +207,7 @@ class Propagation:
         if operation.name in ("var", "var_mean"):  # the variance is of degree two
             variance, *mean = visit.grads
             visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
-        if operation.name == "prod":  # of degree n
+        if operation.name == "prod":  # a product of n factors is of degree n
             operand = result_spec(*cast("Edge", visit.walk.graph.next[visit.node][0]))
             visit = visit._replace(grads=(visit.grad * (visit.grad.numel() / operand.shape.numel()),))
         is_product = operation.name == "addcmul" and all(visit.on_path[1:])

@@ -71,7 +71,7 @@ class LinearOperation:
 
     @cached_property
     def is_nonnegative(self) -> bool:
-        """Whether all inputs are at least 0, as after a ReLU, or there is no input, as for a box without candidates.
+        """Whether all inputs are at least 0, as after a ReLU, or the input is empty, as for a box without candidates.
 
         In a program, whose values cannot be read, it is True only for the result of a rectifier.
         """

@@ -217,7 +217,7 @@ class Walk:
         ledger: The parts (N,) of the scores, by name: the input, and each kind of absorbed relevance.
         missing: (N,) the scores minus the sum of the ledger.
         handled: The number of operations by kind and rule.
-        holds_relevance: The nodes at whose only result relevance arrives instead of G.
+        holds_relevance: The nodes with a single result at which relevance arrives instead of G.
         merged: The factors and constants that are merged into a watched tensor, by edge.
     """
 
@@ -244,7 +244,7 @@ class Walk:
         self.merged: dict[Edge, tuple[Tensor, Tensor]] = {}
         self._arrived: dict[Edge, Tensor] = {}
         self._fixed: dict[Edge, Tensor] = {}  # relevance that has no G
-        self._image: dict[Node, int | None] = {}  # of nodes that compute something for one image alone
+        self._image: dict[Node, int | None] = {}  # for nodes that compute something for one image alone
         # The ledger is kept for each reading of shapes that may be (N, ...) or (length, N, ...): reading 1 takes them
         # as (length, N, ...).
         is_ambiguous = self.images > 1 and any(map(self._is_ambiguous, self.graph.nodes))
@@ -393,7 +393,7 @@ class Walk:
         Args:
             values: The values, in the shape of the result of a node.
             node: The node; None if images come first.
-            reading: The reading of ambiguous shapes; None for the reading of the ledger.
+            reading: How ambiguous shapes are interpreted; None to interpret them as the ledger does.
         """
         values, reading = at_least_float32(values), self._reading if reading is None else reading
         if self.images == 1:

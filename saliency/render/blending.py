@@ -36,10 +36,10 @@ CENTRE = 128  # the entry of zero in a centred table
 BOX_COLOR = (0, 230, 64)  # of the explained box; no default colour map contains it
 LINES = ((0, 0, 0, 128), (255, 255, 255, 128))  # around the crop; black or white is visible on any image
 MOST_OPACITY = 0.8  # of opacity="map"; the image stays visible under the strongest values
-LINES_PER_CROP = 240  # thickness of the lines around the crop: one of so many parts of its shorter edge
-STRIPES_PER_EDGE = 400  # thickness of stripes: one of so many parts of the image's longer edge
+LINES_PER_CROP = 240  # shorter edge of the crop, divided by the thickness of the lines around it
+STRIPES_PER_EDGE = 400  # longer edge of the image, divided by the thickness of a stripe
 STRIPES = 6  # distance between stripes, in widths of a stripe
-CONTOURS_PER_EDGE = 250  # thickness of contours: one of so many parts of the image's longer edge
+CONTOURS_PER_EDGE = 250  # longer edge of the image, divided by the thickness of a contour
 CELL_PIXELS = 16  # pixels of a heat image per cell of the map; more pixels add no detail
 # Levels of the opacity of a heat image, which WebP then encodes faster; off by 2 of 255 levels at most.
 ALPHA_LEVELS = np.float32(64)

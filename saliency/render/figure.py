@@ -41,13 +41,13 @@ COLUMNS = 5  # most panels side by side by default
 # Inches.
 PAGE = 6.875  # text width of a page with two columns
 GAP = 0.03  # at each side of a panel of such a figure
-LABEL_WIDTH = 0.45  # of the class names to the left of rows
-BAR_HEIGHT, BAR_SPACE = 0.06, 0.8  # of the colour bars below columns; of titles and bars together
-WIDTH = 10.0  # of the panels together
+LABEL_WIDTH = 0.45  # width of the class names to the left of rows
+BAR_HEIGHT, BAR_SPACE = 0.06, 0.8  # heights of the colour bars below columns, and of titles and bars together
+WIDTH = 10.0  # all panels together
 SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
 HEAD_AND_BAR = 0.9  # height of the title and the colour bar of a panel
-TITLE_HEIGHT = 0.3  # of the title above all panels
+TITLE_HEIGHT = 0.3  # height of the title above all panels
 
 RAISES, LOWERS = "#d62728", "#1f77dc"  # colours of matches
 WIDEST = 6.0  # points, the line of the strongest match
@@ -59,7 +59,7 @@ MOST_TOKENS = 40  # columns of the shares
 SHOWN_SHARE = 0.02  # smallest share whose number is drawn
 
 NAME, LABEL = 24, 32  # line of a class name in a title, and of a label, in characters
-LETTERS = 14  # of a title in an inch
+LETTERS = 14  # characters of a title per inch
 
 
 class Panel(NamedTuple):
@@ -419,7 +419,7 @@ def draw_panels(
 
     Args:
         rows: The panels of each row.
-        width: The width of a panel, in inches as all lengths.
+        width: The width of a panel, in inches, like all lengths here.
         space: The height of the space at each row, for titles and colour bars.
         title: A title above everything.
         below: The height of an empty second subfigure; 0 for none.

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"  # of a card
+GREY, GREEN, RED, INK = "#8a8f98", "#1a8a4a", "#c0392b", "#202430"  # colours of a card
 MARKERS = {"chance": "|", "centre": "o", "edges": "^", "smoothed edges": "v", "colour contrast": "s"}
 
-POSITIVE, NEGATIVE, SCORE = "#c8352b", "#2b62c8", "#222222"  # of a ledger
+POSITIVE, NEGATIVE, SCORE = "#c8352b", "#2b62c8", "#222222"  # colours of a ledger
 WIDTH, ROW_HEIGHT = 9.0, 0.36  # inches
 LONGEST_HEADING, LONGEST_VERDICT = 80, 105  # characters of a line
 
@@ -78,7 +78,7 @@ def _draw_property(axes: Axes, row: Property) -> None:
     title = textwrap.fill(f"{row.title}{p}: {row.verdict}", LONGEST_VERDICT)
     axes.set_title(title, loc="left", fontsize=TEXT_SIZE, parse_math=False)
     axes.set_yticks([])
-    if "chance" in row.controls:  # of fractions
+    if "chance" in row.controls:  # the axis shows fractions
         axes.set_xlim(-0.02, 1.02)
     axes.xaxis.set_major_formatter(lambda value, position: f"{value:.4g}")
     axes.tick_params(labelsize=TEXT_SIZE - 1)
@@ -108,13 +108,13 @@ def _draw_bars(axes: Axes, ledger: Sequence[LedgerRow]) -> None:
     axes.invert_yaxis()
     axes.axvline(0.0, color="#d5d8dd", zorder=0)
     heading = textwrap.shorten(f"{ledger[0].method}: {ledger[0].target}", LONGEST_HEADING, placeholder="…")
-    font = Path(str(font_for([heading], 1).path))  # of the target's alphabet
+    font = Path(str(font_for([heading], 1).path))  # a font with the letters of the target's name
     axes.set_title(heading, loc="left", font=font, fontsize="medium", parse_math=False)
 
 
 PANEL, TITLE = 1.1, 0.4  # of `draw_attention`, in inches: the width of an image, and the height of its title
 LONGEST_LAYER = 24  # characters of a layer's name in `draw_attention`
-LABELS_PER_INCH = 2.8  # of `gradient_flow`
+LABELS_PER_INCH = 2.8  # for `gradient_flow`
 LONGEST_LABEL = 30  # characters
 
 

@@ -98,7 +98,7 @@ def overlay(
 
     Raises:
         NonFiniteError: A value is NaN or infinite.
-        RenderError: There is no explanation, no image to draw on, an image of other proportions than the explained
+        RenderError: There is no explanation, no image to draw on, an image whose proportions differ from the explained
             image, or an invalid option.
 
     Warns:

@@ -43,7 +43,7 @@ def figure(
       than all controls, and red where it is worse.
     - The table of `ledger_table`: the shares of the score as horizontal bars that add up to the score. Each bar begins
       where the previous one ends: positive shares go to the right, in red, and negative ones to the left, in blue. The
-      last bar is the score. The bars of several images are below each other, on one scale.
+      last bar is the score. The bars of several images are one below the other, on one scale.
     - The table of `gradient_statistics`: the norm of the gradient at each layer from the input (left) to the output
       (right), on a log axis. Each point is one call of a layer, in forward order, or one parameter. The backward pass
       runs from right to left: a gradient that decreases towards the left vanishes, and one that increases explodes.

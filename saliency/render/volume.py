@@ -174,7 +174,7 @@ class _DrawnVolume:
         self.size = [length * step for length, step in zip(self.shape, spacing, strict=True)]
         self.scaled = scale_map(explanation, smoothing=SMOOTHING)
         self.values = resized(torch.from_numpy(self.scaled.values)[None], self.shape)[0].numpy()
-        largest = int(heatmap(explanation).abs().argmax())  # of the map without clipping
+        largest = int(heatmap(explanation).abs().argmax())  # the maximum of the map without clipping
         self.peak = np.unravel_index(largest, self.shape)
         self.pixels = np.full((*self.shape, 3), 255, np.uint8) if volume is None else _as_pixels(volume, self.shape)
         self.opacity: Opacity = 1.0 if volume is None else "map"

@@ -112,7 +112,7 @@ class BoxTarget(Target):
     def rows(
         self, output: Any, geometries: tuple[Geometry, ...], names: Categories, readings: Readings
     ) -> list[Candidates]:
-        """Return the candidates of each row of an output, which the readings cache for other boxes."""
+        """Return the candidates of each row of an output. `readings` caches them for other boxes."""
         if not geometries:
             raise TargetError("a box is a target of methods only")
         classes = None if isinstance(self.quantity, int) else _class_count(names)  # the names may be those of joints
@@ -211,7 +211,7 @@ class BoxScore:
         return Detections.of(self.rows(output))
 
     def class_probabilities(self, detections: Detections, image: int) -> Tensor:
-        """Return the class probabilities (C,) of an image's box; only its class if another class is the top."""
+        """Return the class probabilities (C,) of an image's box; only its class if another class is the top class."""
         match, boxes, rows = self.match, detections.boxes[image], detections.probabilities[image]
         classes = max(rows.shape[1], match.label + 1)
         one_hot = F.one_hot(torch.tensor(match.label, device=rows.device), classes).to(rows)
@@ -335,8 +335,8 @@ def box(
     found, and its class.
 
     Args:
-        point: (x, y) in the box, in pixels of the image, or of a float tensor. Of several boxes, the box with
-            the highest probability is taken; `cls` selects boxes of a class.
+        point: (x, y) in the box, in pixels of the image, or of a float tensor. If several boxes contain the point, the
+            box with the highest probability is taken; `cls` selects boxes of a class.
         index: The rank of the detection by its probability, from 0. Detections have at least 5 %, and no duplicates.
         box: (left, top, right, bottom); of the boxes with an IoU of at least 0.5, the best by IoU times probability.
         cls: The class, by index or name; by default the top class of the box. Together with `box`, any class of the

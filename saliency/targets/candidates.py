@@ -115,7 +115,7 @@ class Candidates:
 
 
 class Detections(NamedTuple):
-    """Candidates of several images, filled with empty boxes to the same number.
+    """Candidates of several images, padded with empty boxes to the same number.
 
     Attributes:
         boxes: (N, n, 4) as for `Candidates`.

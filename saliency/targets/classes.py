@@ -70,7 +70,7 @@ class ClassScore:
 def is_probability(question: Question) -> bool:
     """Return whether the score is the probability of a class, whose gradient vanishes near 0 and 1."""
     score: Any = question.score
-    owner = getattr(score, "__self__", score)  # of the method `ClassScore.probability`
+    owner = getattr(score, "__self__", score)  # the object, if the score is its method `ClassScore.probability`
     return isinstance(owner, ClassScore) and (owner is not score or owner.link == "identity")
 
 
@@ -107,7 +107,7 @@ class ClassTarget(Target):
             raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
         count, classes = images.class_count(scores.shape[1]), self.classes
         is_binary = count > scores.shape[1]
-        if None in classes:  # with the smallest score, in one read
+        if None in classes:  # one transfer also reads the smallest score, for the link
             numbers = scores.detach()
             best = numbers[:, 0] if is_binary else numbers.argmax(1)
             smallest, *top = torch.cat([numbers.min()[None].float(), best.float()]).tolist()

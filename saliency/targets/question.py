@@ -127,7 +127,7 @@ class Images:
         return outputs
 
     def link(self, scores: Tensor, smallest: float | None = None) -> Link:
-        """Return the function from scores (N, classes, ...) to probabilities. The smallest score may have been read."""
+        """Return the function from scores (N, classes, ...) to probabilities, given the smallest score if known."""
         if last := self.last_operation(scores):
             return cast("Link", last)
         if scores.numel() and (float(scores.detach().min()) if smallest is None else smallest) >= 0:
@@ -141,7 +141,7 @@ class Images:
 
 
 class Target(ABC):
-    """What to explain: a class, a box, a region, words. Its only behaviour is to find its question for each image."""
+    """What to explain: a class, a box, a region, words. It derives a question for each image from the output."""
 
     @property
     def part(self) -> Hashable:
@@ -159,7 +159,7 @@ class Target(ABC):
 
     @abstractmethod
     def ask(self, output: Any, images: Images) -> QuestionBatch:
-        """Return a question for each of `images.numbers`, with fixed values for everything that depends on the output.
+        """Return a question for each of `images.numbers`, with the top class and the like fixed by this output.
 
         Raises:
             TargetError: The target does not fit the output, or does not exist in an image.
@@ -182,14 +182,14 @@ class QuestionFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question(Target):
-    """Question about one image. As a target, it asks the same about another image.
+    """Question about one image. Used as a target, it asks the same question about another image.
 
     Attributes:
         score: The function from the model's output for n variants of the image to their scores (n,).
         name: The name of the target, for display.
         index: The index of the class; None if the target is not a class.
         probability: () the probability of the class, or None.
-        is_difference: Whether the score is a difference, as of two classes or texts.
+        is_difference: Whether the score is a difference, such as the difference of two classes or texts.
         box: The explained box in pixels of the input.
         mirrored: The score of variants that are mirrored from left to right; None if mirroring changes the question.
         part: As for `Target`.

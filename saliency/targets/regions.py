@@ -308,9 +308,10 @@ def region(label: int | str, where: Any = "predicted") -> Target:
             size of the output. For a volume, it must: (D, H, W) or (N, D, H, W). "predicted" takes the pixels that the
             model assigns to the class. "border" takes the outermost of these pixels, minus the mean of the other pixels
             that touch them: both sides of the predicted contour. With one channel, the model assigns the pixels with a
-            logit above 0, or with a probability above 0.5 if its last operation is a sigmoid. So does each of several
-            channels that end in sigmoids; other channels compete for each pixel. If logits do not compete, pass a mask.
-            With two class names, one channel belongs to class 1, and its negative to class 0.
+            logit above 0, or with a probability above 0.5 if its last operation is a sigmoid. The same holds for each
+            of several channels that end in sigmoids. Other channels compete: a pixel belongs to the class with the
+            highest score. If logits do not compete, pass a mask. With two class names, one channel belongs to class 1,
+            and its negative to class 0.
 
     Raises:
         TargetError: `where` has another form. In `attribute`: the mask has another size, or the region is empty or

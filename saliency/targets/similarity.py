@@ -22,7 +22,7 @@ from .question import Images, Prompt, Question, QuestionBatch, Target
 Measure = Literal["cosine", "dot", "distance"]
 ITSELF = "similarity to itself"
 """The name of the target `similarity()` only."""
-_MOST_NAMED = 3  # with more other texts, a name has only their number
+_MOST_NAMED = 3  # other texts that the name of a target lists; of more texts, it states only the number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,7 +239,7 @@ def similarity(reference: Any = None, against: Any = None, measure: Measure = "c
         measure: "cosine", "dot" for the inner product, or "distance" for minus the Euclidean distance.
 
     Raises:
-        TargetError: `measure` is unknown; or `against` or another measure than "cosine" is given without a reference.
+        TargetError: `measure` is unknown; or `against` or a measure other than "cosine" is given without a reference.
     """
     check_choice("measure", measure, get_args(Measure), error=TargetError)
     if reference is None:

@@ -89,7 +89,7 @@ class WordScore:
         if self.other is not None:
             return logits[:, 0, self.pairs[0][1]] - logits[:, 0, self.other]
         images, explained, size = logits.shape
-        chosen = [number * size + token for number, (_, token) in enumerate(self.pairs)]  # of all rows in one
+        chosen = [number * size + token for number, (_, token) in enumerate(self.pairs)]  # in all rows, flattened
         gaps = [end - start - 1 for start, end in pairwise([-1, *chosen, explained * size])]
         parts = logits.flatten(1).split_with_sizes([*chain.from_iterable((gap, 1) for gap in gaps)][:-1], 1)
         tokens, others = torch.cat(parts[1::2], 1), torch.cat(parts[::2], 1)

@@ -148,7 +148,7 @@ class Detector(nn.Module):
 
 
 class QueryDetector(nn.Module):
-    """Detector whose queries attend to a grid of 8 x 8 cells, with the outputs of DETR in transformers.
+    """Detector whose queries attend to a grid of 8 x 8 cells, with the outputs of DETR in the library transformers.
 
     Source: Carion et al., "End-to-End Object Detection with Transformers" (2020), https://arxiv.org/abs/2005.12872.
     """

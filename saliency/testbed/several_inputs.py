@@ -16,7 +16,7 @@ RgbdTask = Literal["colour", "depth", "both"]
 RGBD_TASKS: tuple[RgbdTask, ...] = get_args(RgbdTask)
 CAMERAS = ("observation.images.top", "observation.images.wrist")
 INSTRUCTION = "observation.instruction"
-STEPS = 4  # of a motion
+STEPS = 4  # points of a motion
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class InputScenes:
     """Scenes of two images, by the names of the inputs of a network. Each image shows up to two objects."""
 
     inputs: dict[str, Tensor]  # images (N, C, 64, 64), uint8 or float32, and others
-    masks: dict[str, Tensor]  # of each image (N, 2, 64, 64), bool; empty for objects that it does not show
+    masks: dict[str, Tensor]  # for each image (N, 2, 64, 64), bool; empty for objects that it does not show
     shapes: dict[str, Tensor]  # (N, 2), indices into CLASSES + DISTRACTORS
     importance: dict[str, Tensor]  # (N, 2), 1 for the object that decides the answer, if the image shows it
     answers: Tensor  # (N,), classes; or motions (N, 4, 2)

@@ -57,7 +57,8 @@ def load(
         weights: "default" for the library's best weights; None for random weights; the name of another set of the
             library ("IMAGENET1K_V2", "a1_in1k", "laion2b_s34b_b79k"); or the path of a checkpoint, which runs no code.
         preprocess: Replaces the library's preprocessing: torchvision's `weights.transforms()`, timm's `pretrained_cfg`,
-            any callable from an image to a tensor, or a mapping of one for each input of a model with several.
+            any callable from an image to a tensor, or a mapping with one of these for each input of a model with
+            several inputs.
         categories: Replaces the library's class names.
 
     Raises:

@@ -20,7 +20,7 @@ Build = Callable[[int | None], nn.Module]  # number of classes, None for the def
 _NESTED_UNDER = ("state_dict", "model", "model_state_dict")
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _TRAINING_HEADS = ("aux_classifier.", "aux1.", "aux2.", "AuxLogits.")
-MOST_CHARACTERS = 1000  # of an error, in which torch lists each key
+MOST_CHARACTERS = 1000  # limit for an error in which torch lists each key
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ class ModelInfo:
     preprocess: PreprocessLike | None  # None if unknown
     categories: tuple[str, ...] | None  # None if the class names are unknown
     classes: int | None  # None if their number is unknown
-    tokenizer: Any = None  # of a model of images and texts
+    tokenizer: Any = None  # only for a model of images and texts
 
 
 class Torchvision:
@@ -223,7 +223,7 @@ class OpenClip:
         config = _open_clip().get_pretrained_cfg(name, tag)
         repository = "/".join(config.get("hf_hub", "").split("/")[:2])
         with downloading(name, _hub_url(repository)):
-            # Some tags were trained with another activation than the architecture has.
+            # Some tags were trained with an activation that differs from the architecture's.
             options = {"pretrained": tag, "force_quick_gelu": config.get("quick_gelu", False)}
             model: nn.Module = _open_clip().create_model(name, **options)
         return model

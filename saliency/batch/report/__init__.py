@@ -42,8 +42,8 @@ _FILES = ("thumbnail", "heat", "overlay", "card")
 def report(folder: Path, *, title: str | None = None) -> Path:
     """Write the gallery page of a batch folder, and return its path.
 
-    The page is the file `index.html` in the folder. It needs no server, and shows the images in the subfolders, and the
-    comparison that `saliency evaluate` wrote into the folder, and leads to the page of `saliency groups`. It is created
+    The page is the file `index.html` in the folder. It needs no server. It shows the images in the subfolders and the
+    comparison that `saliency evaluate` wrote into the folder, and links to the page of `saliency groups`. It is created
     from `manifest.json`, `manifest.jsonl` and `evaluation.json`; equal files give identical bytes. The file is written
     atomically.
 

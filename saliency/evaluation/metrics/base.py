@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
     curves: Tensor | None = None  # (M, ..., K)
     at: Tensor | None = None  # (K,) where the curve was measured
     passes: int = 0  # of each image: new forwards, or calls of the method
-    controls: tuple[str, ...] | None = None  # names of the rows after the first, if other than the subject's controls
+    controls: tuple[str, ...] | None = None  # names of the rows after the first, if they are not the subject's controls
 
 
 def stacked(outcomes: Sequence[Outcome], dim: int) -> Outcome:
@@ -270,19 +270,19 @@ class Subject(SharedResults):
         scored = self.scored_target
         with reader.call(_batch(images), [scored]), torch.no_grad(), self.bound(images):
             target = Questions(scored, reader.images(images))
-            if isinstance(target.target, SelfSimilarity):  # to the images of the explanation
+            if isinstance(target.target, SelfSimilarity):  # the similarity to the images of the explanation
                 target(self.output)
             return target(run_model(reader.model, images))
 
     def inputs_for(self, method: Attribution, images: Tensor) -> Tensor | Batch:
-        """Return images (N, C, H, W) as inputs of a method, with the words of an answer, or the inputs that stay."""
+        """Return images (N, C, H, W) as inputs of a method, with the words of an answer, or the other inputs."""
         if not isinstance(self._inputs, Batch):
             return images
         others: Any = {"model": method.model} if isinstance(self._inputs, Answer) else {}
         return replace(self._inputs, inputs=images, **others)
 
     def bound(self, images: Tensor) -> AbstractContextManager[None]:
-        """Bind the words of an answer, or the inputs that stay, in a block that runs the model on images.
+        """Bind the words of an answer, or the other inputs, in a block that runs the model on images.
 
         Raises:
             MethodError: The answer is about several images.
@@ -421,8 +421,8 @@ def control_maps(
 ) -> list[Tensor]:
     """Return the controls of maps (N, h, w) with these names, in their order.
 
-    They are a constant, a Gaussian of this size (H, W) at the centre, random draws of `_moved`, and of images
-    (N, C, H, W) the edges, these edges smoothed, and the distance of each pixel's colour to the mean colour. All have
+    They are a constant, a Gaussian of this size (H, W) at the centre, and random draws of `_moved`; for images (N, C,
+    H, W), also the edges, the smoothed edges, and the distance of each pixel's colour to the mean colour. All have
     about the mean magnitude of the map, so that metrics of scale are fair. Except for the draws, they are scaled by a
     power of two: rounding does not change the order of their pixels, so that all maps of an image share their scores.
     """

@@ -74,8 +74,9 @@ def effects(subject: Subject, maps: Tensor) -> Tensor:
     """Return how well maps (M, H, W) order the pixels of the image of a subject: (M,), higher is better.
 
     It is the mean root of the score while the first quarter of the pixels is inserted, minus the same while they are
-    deleted. The root makes the variances of small and large probabilities similar; scores below 0 get its negative.
-    Each map is scored alone, not relative to the others: else their ranks would not be exact if the draws stop early.
+    deleted. The root makes the variances of small and large probabilities similar; a score below 0 becomes minus the
+    root of its magnitude. Each map is scored alone, not relative to the others: else their ranks would not be exact if
+    the draws stop early.
     """
     outcomes = CURVES[0].together(CURVES, subject.of_maps(maps[:, None]))
     curves = (cast("Tensor", outcomes[curve].curves)[:, 0] for curve in CURVES)  # (M, steps)
@@ -94,7 +95,7 @@ def slack(value: float) -> float:
 
 
 def reached(own: float, others: Sequence[float]) -> list[int]:
-    """Return the numbers, from 1, of the scores that are better than the score of the map, or tied with it."""
+    """Return the numbers, counted from 1, of the scores that are better than the score of the map, or tied with it."""
     return [number for number, score in enumerate(others, 1) if not score < own - slack(own)]
 
 
@@ -115,7 +116,7 @@ class WeightsTest(ExactTest):
         draws: The number of networks: 19 for a level of 5 %, 99 for 1 %.
         stop: The number of better or tied maps after which no further map is drawn; None to draw all. The p-value stays
             exact; it is then `stop` divided by the number of draws.
-        seconds: The time after which no further map is drawn. The p-value of fewer draws is larger, and exact.
+        seconds: The time after which no further map is drawn. With fewer draws, the p-value is larger, but still exact.
 
     Values: (N,), the fraction of the networks whose map is worse: 1 is the best value, and 0.5 is expected by chance.
     The weights are permuted within each parameter. Batch norms then use the statistics of the image, without which
@@ -155,7 +156,7 @@ class WeightsTest(ExactTest):
         while block := [*islice(usable, min(BLOCK, self.draws - len(others)))]:
             others += effects(subject, torch.cat([map_ for _, map_ in block])).tolist()
             is_late = self.seconds is not None and time.perf_counter() - began > self.seconds
-            # Worse than all is a verdict too: draw on until it is certain.
+            # A map that is worse than all others also has a verdict: continue drawing until it is certain.
             is_decided = self.stop is not None and len(reached(own, others)) >= self.stop and not is_worst(own, others)
             if len(others) == self.draws or is_decided or is_late:
                 return own, others, block[-1][0] + 1 - len(others)
@@ -177,7 +178,7 @@ def untrained_map(subject: Subject, draw: int) -> Tensor:
 def _untrained_map(subject: Subject, draw: int) -> Tensor:
     method = untrained(subject, draw)
     try:
-        with bound(warns=False):  # of maps that are zero
+        with bound(warns=False):  # do not warn about maps that are zero
             return full_size(method.attribute(subject.inputs_for(method, subject.images), subject.explained_target))
     except SaliencyError:
         return torch.zeros_like(subject.images[:, 0])
@@ -186,7 +187,7 @@ def _untrained_map(subject: Subject, draw: int) -> Tensor:
 def untrained(subject: Subject, draw: int) -> Attribution:
     """Return the method on a copy of its model with permuted weights, until the next call.
 
-    Each image has other permutations, so that the ranks of several images are independent, given the model. The
+    Each image has different permutations, so that the ranks of several images are independent, given the model. The
     permuted weights are kept for other methods on the image, unless they are larger than `KEPT`.
     """
     method, model, of_image = subject.once("copy", copied, subject), subject.method.model, digest(subject.images)
@@ -231,7 +232,8 @@ class ClassTest(ExactTest):
 
     Four images of different classes fill the quarters of a mosaic, and the method explains the class of each image. If
     the class does not matter, the four maps are exchangeable, so each of the 24 assignments of maps to images is
-    equally likely. The p-value is the fraction of the assignments whose maps lie at least as much on their images.
+    equally likely. The p-value is the fraction of the assignments in which the maps lie on their images at least as
+    much.
 
     For a box, a region, a joint or words of an answer, other boxes, classes, joints or words of the same image take the
     place of classes. The relevance in each box is compared, or the scores of each region, joint or word while the

@@ -181,7 +181,7 @@ class PerturbedImage:
             key: A key that identifies the masks.
             count: The number of images.
             fill: The value of hidden pixels.
-            hidden: Returns the masks (k, H, W) from one number to another, true for hidden pixels.
+            hidden: Returns the masks (k, H, W) from `start` to `stop`, true for hidden pixels.
             local: As for `Passes.forwards`.
         """
         filler = Filler(self.x, fill)
@@ -230,7 +230,7 @@ class PerturbedImage:
 
     @property
     def blurred(self) -> GivenImages:
-        """The image under a Gaussian of 11 pixels with a standard deviation of 5, as in RISE."""
+        """The image, blurred by a Gaussian of 11 pixels with a standard deviation of 5, as in RISE."""
         return self.shared.once("blurred", self._blurred)
 
     def _blurred(self) -> GivenImages:
@@ -324,7 +324,8 @@ def area(curves: Tensor) -> Tensor:
 def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Outcome:
     """Return a statistic of `count` samples with the standard error of each row.
 
-    The errors of few groups are widened as Student's t is, so that 1.96 errors cover 95 % for any number of samples.
+    For few groups, the errors are widened by the factor of Student's t, so that 1.96 errors cover 95 % for any number
+    of samples.
 
     Args:
         statistic: Returns the values (M,) from the samples of these indices (k,).
@@ -681,7 +682,7 @@ class AverageDrop(PerturbationMetric):
 
 
 class Increase(PerturbationMetric):
-    """Whether the score of the image multiplied by the map scaled to 0..1 is higher; higher is better.
+    """Whether the score rises when the image is multiplied by the map scaled to 0..1; higher is better.
 
     Values: (N,), 1 or 0.
 

@@ -22,7 +22,7 @@ from .faithfulness import correlation, row_ranks
 class ComplexityMetric(Metric):
     """Base class of the metrics of the distribution of a map's magnitudes, regardless of their positions.
 
-    Neither direction is better: a map on few pixels is easy to read, but not for that reason right.
+    Neither direction is better: a map on few pixels is easy to read, but not necessarily right.
     """
 
     @abstractmethod
@@ -217,7 +217,7 @@ def _fraction_of_highest(maps: Tensor, masks: Tensor, counts: Tensor) -> Tensor:
     """Return the fraction of the `counts` (N,) highest pixels in masks (N, H, W), ties by expectation: (M, N)."""
     limits = _kth_highest(maps, counts)[..., None, None]
     higher, tied = maps > limits, maps == limits
-    remaining = counts - higher.sum((2, 3))  # of the tied pixels
+    remaining = counts - higher.sum((2, 3))  # how many of the tied pixels are among the highest
     hits = (higher & masks).sum((2, 3)) + remaining * (tied & masks).sum((2, 3)) / tied.sum((2, 3)).to(maps)
     return hits / counts
 

@@ -161,7 +161,7 @@ class MPRT(MethodMetric):
     Values: (N,), the similarity of the map to a repeated computation, minus the mean similarity over the layers. The
     curve has the similarities: the first with the unchanged model. All parameters and buffers are randomised by
     permuting the values of each tensor, which keeps their distribution. Smooth MPRT (Hedström et al. 2024) is this
-    metric of the maps of `SmoothGrad(method)`.
+    metric, measured for `SmoothGrad(method)`.
 
     Source: Adebayo et al., "Sanity Checks for Saliency Maps" (2018), https://arxiv.org/abs/1810.03292.
     """
@@ -332,7 +332,7 @@ def restore(copied: nn.Module, model: nn.Module) -> None:
 
 
 def require_weights(model: nn.Module) -> None:
-    """Raise MethodError if a model has no parameters or buffers, as a quantised one."""
+    """Raise MethodError if a model has no parameters or buffers, such as a quantised model."""
     if not tensors_of(model, recurse=True):
         problem = "has no parameters or buffers, so nothing can be randomised"
         raise MethodError(f"{type(model).__name__} {problem}; explain the model before it was quantised or exported")
@@ -424,7 +424,7 @@ class LocalLipschitz(RobustnessMetric):
 
 
 class RelativeStability(RobustnessMetric):
-    """Base class of the largest relative change of the map over a relative change in the model. Lower is better.
+    """Base class of the metrics that divide the relative change of the map by a change in the model; lower is better.
 
     Only noisy images of the same predicted class are used; the value is NaN if there is none.
     """
@@ -459,7 +459,8 @@ class RelativeStability(RobustnessMetric):
 class RelativeInputStability(RelativeStability):
     """Largest relative change of the map over the relative change of the image; lower is better.
 
-    Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
+    Values: (N,), a ratio of the norms of two changes; each value changes relative to its unchanged value. See
+    `RelativeStability`.
 
     Source: Agarwal et al., "Rethinking Stability for Attribution-based Explanations" (2022),
         https://arxiv.org/abs/2203.06877.
@@ -494,7 +495,8 @@ class RelativeRepresentationStability(RelativeStability):
     Args:
         layer: The name of the layer; by default the layer that CAMs read.
 
-    Values: (N,), a ratio of norms of changes, each value relative to itself. See `RelativeStability`.
+    Values: (N,), a ratio of the norms of two changes; each value changes relative to its unchanged value. See
+    `RelativeStability`.
 
     Source: Agarwal et al., "Rethinking Stability for Attribution-based Explanations" (2022),
         https://arxiv.org/abs/2203.06877.
