@@ -103,6 +103,7 @@ def test_a_class_without_groups_is_left_out(tmp_path: Path) -> None:
     assert not [group for group in table if group.p <= 0.05]
 
 
+@pytest.mark.slow
 def test_more_draws_make_groups_of_many_classes_significant(run: Path, tmp_path: Path) -> None:
     methods = ["grad_cam", "layer_cam", "hires_cam", "xgrad_cam", "grad_cam_plus_plus", "fused_cam"]  # several layers
     batch(run.parent / "photos", tmp_path, "shapes_shortcut", methods, maps=True, target=0)

@@ -171,7 +171,7 @@ def test_aopc_of_a_linear_model_is_that_of_the_mean_noise() -> None:
     fall = (WEIGHT * (IMAGE[0] - ((middle.min + middle.max) / 2)[0, :, None, None])).sum(0)
     patches = fall.view(4, 2, 4, 2).sum((1, 3)).flatten()
     order = CONTRIBUTIONS.view(4, 2, 4, 2).sum((1, 3)).flatten().argsort(descending=True)
-    result = measured(AOPC(patch=2, steps=5, draws=400), linear)
+    result = measured(AOPC(patch=2, steps=5, draws=50), linear)
     assert result.error is not None
     assert abs(result.values - patches[order[:5]].cumsum(0).sum() / 6) < 4 * result.error
     plain = measured(AOPC(patch=2), linear, torch.ones_like(IMAGE))

@@ -6,7 +6,7 @@ whether the second call records.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 
@@ -25,6 +25,7 @@ from saliency.hooks.operations import SavedValues
 from saliency.relevance import propagation
 from saliency.targets.question import Images
 from tests.relevance.test_lrp import lived_in
+from tests.selection import case
 
 Function = Callable[[Tensor], Tensor]
 
@@ -190,6 +191,12 @@ def _reads_graph(method: type[saliency.Attribution]) -> bool:
 
 
 RECORDING = [name for name, method in METHODS.items() if _reads_graph(method)]
+# They read what LRP, AttnLRP or DeepLIFT reads.
+LIKE_OTHERS = ["deep_shap", "cp_lrp", "excitation_backprop"]
+METHODS_OF_A_CASE = [
+    case([name for name in RECORDING if name not in LIKE_OTHERS], by_default=True, id="first"),
+    case(LIKE_OTHERS, by_default=False, id="like_others"),
+]
 
 
 class Network(nn.Module):
@@ -222,9 +229,10 @@ def _outcome(method: saliency.Attribution, x: Tensor) -> Tensor | str:
 
 
 @pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
+@pytest.mark.parametrize("methods", METHODS_OF_A_CASE)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_second_call_of_every_method_equals_the_first(name: str) -> None:
-    for function, method in product(OPERATIONS[name], RECORDING):
+def test_the_second_call_of_every_method_equals_the_first(name: str, methods: Sequence[str]) -> None:
+    for function, method in product(OPERATIONS[name], methods):
         model, x = _network(function)
         first, second = (_outcome(METHODS[method](model, **METHODS[method].preview_options), x) for _ in range(2))
         if isinstance(first, str) or isinstance(second, str):
