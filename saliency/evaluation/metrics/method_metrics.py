@@ -271,7 +271,9 @@ class RandomLogit(MethodMetric):
 
 def copied(subject: Subject) -> Attribution:
     """Return a copy of the method and its model, which reads the layer of the explanation."""
-    method, layer = copy.deepcopy(subject.method), subject.explanation.layer
+    model, layer = subject.method.model, subject.explanation.layer
+    other = subject.shared.once(("copy", id(model)), copy.deepcopy, model)  # of all methods on the image
+    method = copy.deepcopy(subject.method, {id(model): other})
     if getattr(method, "layer", layer) is None and layer in dict(method.model.named_modules()):
         vars(method)["layer"] = layer
     return method
