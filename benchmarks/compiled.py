@@ -25,10 +25,18 @@ from benchmarks.folder import ours, photos
 from benchmarks.timing import interleaved, ratio
 from saliency.batch import Progress
 
+
+def transformer() -> nn.Module:
+    """Return vit_b_16 with random weights, also in the last layer, which are zero by default."""
+    model = torchvision.models.vit_b_16()
+    nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)
+    return model
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "efficientnet_lite0": partial(saliency.load, "efficientnet_lite0"),
     "resnet50": torchvision.models.resnet50,
-    "vit_b_16": torchvision.models.vit_b_16,
+    "vit_b_16": transformer,
 }
 CELLS: Sequence[tuple[str, int, Sequence[type[saliency.Attribution]]]] = (
     (
