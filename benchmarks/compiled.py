@@ -86,8 +86,8 @@ def metric_row(name: str, method: saliency.Attribution, steps: int = 24) -> str:
     metrics = [saliency.metrics.Deletion(steps=steps), saliency.metrics.Insertion(steps=steps)]
 
     def values(method: saliency.Attribution, explanation: saliency.Explanation) -> list[float]:
-        context = {"method": method, "inputs": x, "controls": False, "progress": False}
-        return [float(measured.values) for measured in saliency.metrics.measure(metrics, explanation, **context)]
+        rows = saliency.metrics.measure(metrics, explanation, progress=False, method=method, inputs=x, controls=False)
+        return [float(row.values) for row in rows]
 
     fast, explanation, start = method.compile(), method.attribute(x), time.process_time()
     difference = max(
