@@ -551,10 +551,11 @@ class ADCC(MethodMetric):
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the means of the images."""
         subject = maps.subject
-        original = subject.resized(maps.original)
+        size = subject.explanation.input_size
+        original = resized(maps.original.sum(1), size)
         scaled = scaled_to_one(original)
         masked = subject.images * scaled[:, None]
-        again = subject.resized(maps(masked))
+        again = resized(maps(masked).sum(1), size)
         is_equal = (original == again).flatten(1).all(1)
         coherency = torch.where(is_equal, 1.0, (correlation(original.flatten(1), again.flatten(1)) + 1) / 2)
         before, after = (subject.scores_of(images).double() for images in (subject.images, masked))
