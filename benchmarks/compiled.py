@@ -28,7 +28,7 @@ from saliency.batch import Progress
 
 def transformer() -> nn.Module:
     """Return vit_b_16 with random weights, also in the last layer, which are zero by default."""
-    model = torchvision.models.vit_b_16()
+    model: nn.Module = torchvision.models.vit_b_16()
     nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)
     return model
 
