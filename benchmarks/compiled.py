@@ -25,9 +25,18 @@ from benchmarks.folder import ours, photos
 from benchmarks.timing import interleaved, ratio
 from saliency.batch import Progress
 
+
+def transformer() -> nn.Module:
+    """Return vit_b_16 with random weights, also in the last layer, which are zero by default."""
+    model: nn.Module = torchvision.models.vit_b_16()
+    nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)
+    return model
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "efficientnet_lite0": partial(saliency.load, "efficientnet_lite0"),
     "resnet50": torchvision.models.resnet50,
+    "vit_b_16": transformer,
 }
 CELLS: Sequence[tuple[str, int, Sequence[type[saliency.Attribution]]]] = (
     (
@@ -35,7 +44,12 @@ CELLS: Sequence[tuple[str, int, Sequence[type[saliency.Attribution]]]] = (
         1,
         (saliency.GradCAM, saliency.VanillaGradient, saliency.GuidedBackprop, saliency.LRP, saliency.AttnLRP),
     ),
-    ("resnet50", 8, (saliency.GradCAM, saliency.GuidedBackprop, saliency.LRP)),
+    (
+        "resnet50",
+        8,
+        (saliency.GradCAM, saliency.VanillaGradient, saliency.GuidedBackprop, saliency.LRP, saliency.AttnLRP),
+    ),
+    ("vit_b_16", 8, (saliency.GradCAM, saliency.AttnLRP)),
 )
 GAIN, ROUNDS, WARM_UP = 1.7, 2, 32
 
@@ -66,6 +80,26 @@ def row(name: str, batch: int, method: saliency.Attribution, rate: float) -> str
     return f"| {name} | {batch} | {method.name} | {figures} |"
 
 
+def metric_row(name: str, method: saliency.Attribution, steps: int = 24) -> str:
+    """Return a row of deletion and insertion together, without the method itself."""
+    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    metrics = [saliency.metrics.Deletion(steps=steps), saliency.metrics.Insertion(steps=steps)]
+
+    def values(method: saliency.Attribution, explanation: saliency.Explanation) -> list[float]:
+        rows = saliency.metrics.measure(metrics, explanation, progress=False, method=method, inputs=x, controls=False)
+        return [float(row.values) for row in rows]
+
+    fast, explanation, start = method.compile(), method.attribute(x), time.process_time()
+    difference = max(
+        abs(a - b) / b for a, b in zip(values(fast, explanation), values(method, explanation), strict=True)
+    )
+    first = time.process_time() - start
+    runs = {"eager": partial(values, method, explanation), "compiled": partial(values, fast, explanation)}
+    times = interleaved(runs, 30)
+    figures = f"{1000 * min(times['eager'].cpu):.0f} | {ratio(times['compiled'], times['eager']):.2f} | "
+    return f"| {name} | 1 | deletion, insertion | {figures} | {difference:.0e} | {first:.0f} |"
+
+
 def run(source: Path, model: nn.Module, method: str, *, compiles: bool) -> tuple[float, str]:
     """Return the images a second of a run over photos after the first `WARM_UP` images, and its note."""
     times, notes = list[float](), list[str]()
@@ -87,9 +121,9 @@ def runs(count: int) -> None:
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         source = photos(Path(folder, "photos"), count)
-        for name, create in NETWORKS.items():
+        for name in ("efficientnet_lite0", "resnet50"):
             torch.manual_seed(0)
-            model = create().eval()
+            model = NETWORKS[name]().eval()
             if name == "resnet50":
                 vars(model)["preprocess"] = saliency.Preprocess((224, 224), resize=256)
             for method in ("grad_cam", "lrp"):
@@ -128,6 +162,7 @@ def calls() -> None:
     model = NETWORKS["efficientnet_lite0"]().eval()
     for many in (saliency.IntegratedGradients(model, steps=32), saliency.RISE(model, passes=100)):
         print(row("efficientnet_lite0", 1, many, rate), flush=True)
+    print(metric_row("efficientnet_lite0", saliency.GradCAM(model)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.trust` writes a file of rows for each network and image, and so resumes after an interruption. It
 then prints the tables of docs/trust.md. `--only NETWORK`, `--parts PART` and `--limit N` measure less, and `--limit 0`
-only prints what is stored. The photos for reporting are files of two packages: `pip install --no-deps gradio foolbox`.
+only prints what is stored. `--cards` only prints the time of two cards. The photos for reporting are files of two
+packages: `pip install --no-deps gradio foolbox`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import json
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -261,6 +262,27 @@ def table(rows: Sequence[Row]) -> None:
         print(f"| {name} | {test} | {group}: {kind} | {len(p)} | {rate} | {worse:.2f} | {place:.2f} | {of_all} |")
 
 
+def cards() -> None:
+    """Print the CPU time of the card of Grad-CAM, and then of LRP, on one photo that is clear by both."""
+    model, photo, shared = network("efficientnet_lite0"), "assets/astronaut.jpg", SharedResults()
+    x, passes = METHODS["lrp"](model).read(photo).inputs, Counter[str]()
+    with model.register_forward_pre_hook(lambda model, args: passes.update(images=len(args[0]))):
+        for name in ("grad_cam", "lrp"):
+            method = METHODS[name](model)
+            method.attribute(photo)
+            passes.clear()
+            start = time.process_time()
+            saliency.trust(method, photo, shared=shared)
+            print(f"card of {name}: {time.process_time() - start:.1f} s, {passes['images']} images through the model")
+            start = time.process_time()
+            method.attribute(photo)
+            print(f"one map: {time.process_time() - start:.3f} s")
+    start = time.process_time()
+    with torch.no_grad():
+        model(torch.cat([x, x]))
+    print(f"one forward pass of two images: {time.process_time() - start:.3f} s")
+
+
 def main() -> None:
     """Measure the images that are not stored yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -268,8 +290,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="methods, or class")
     parser.add_argument("--limit", type=int, default=SCENES, metavar="N", help="images of each network")
     parser.add_argument("--out", type=Path, default=Path("build/trust"), metavar="DIR", help="of the rows")
+    parser.add_argument("--cards", action="store_true", help="only the time of the cards of two methods")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.cards:
+        cards()
+        return
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         images = images_of(name) if options.limit else []

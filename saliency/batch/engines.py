@@ -88,6 +88,10 @@ class Mapper(ABC):
         if self.is_interrupted():
             raise KeyboardInterrupt
 
+    def warm(self, network: Network, batch: Sequence[LoadedImage]) -> None:
+        """Run the passes of a batch, so that all programs of the run are compiled."""
+        network.explain(batch)
+
     @abstractmethod
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> Sequence[Any]:
         """Run a network, which no other thread uses, on a batch. Return the input of `finish` for each image."""
@@ -168,7 +172,7 @@ class LocalEngine:
             if mapper.options.compile:
                 mapper.report("compiling the methods, up to some minutes")
                 set_threads(threads)  # a program has as many threads as the thread that compiles it
-                notes = [network.compile(plan, self.parallel, mapper.check) for network in replicas]
+                notes = [network.compile(plan, self.parallel, mapper.check, mapper.warm) for network in replicas]
                 mapper.report(notes[0])
             worker = Worker(mapper, networks, max(2, self.workers))
             # One more thread than networks, to load the next batch.

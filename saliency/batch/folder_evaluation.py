@@ -15,6 +15,7 @@ from ..attribution.options import declared_options
 from ..errors import ImageError
 from ..evaluation.comparison import Comparison, MetricResult, measure_image, unique_names
 from ..evaluation.metrics.base import Metric, SharedResults, resolve_metrics
+from ..evaluation.metrics.faithfulness import Deletion, PerturbationMetric
 from ..io.atomic_write import inside
 from ..methods.baselines import GivenImages
 from ..model.call import name_subjects
@@ -255,6 +256,14 @@ class MeasureMapper(Mapper):
 
     metrics: Sequence[Metric]
     files: ResultFiles
+
+    def warm(self, network: Network, batch: Sequence[LoadedImage]) -> None:
+        """Run the passes of a batch, and a few passes of metrics."""
+        network.explain(batch)
+        if any(isinstance(metric, PerturbationMetric) for metric in self.metrics):
+            about, few = (batch[0].open(), batch[0].target), [Deletion(steps=3)]
+            for method in network.methods:
+                attempt(measure_image, "", method.name, method, *about, few, controls=False, progress=False)
 
     def compute(self, network: Network, batch: Sequence[LoadedImage]) -> list[list[Row]]:
         """Measure each image by the methods of its slot. The row of an error of the image has no method."""

@@ -127,7 +127,7 @@ class Network:
         if self.preprocess is None and not all(entry.is_volume or entry.inputs for entry in entries):
             raise BatchError(f"{self._name} has no preprocessing; pass preprocess=")
 
-    def compile(self, plan: Plan, parallel: int, check: Callable[..., None]) -> str:
+    def compile(self, plan: Plan, parallel: int, check: Callable[..., None], warm: Callable[..., None]) -> str:
         """Compile the methods for the batches of a plan, and return a sentence about the time this takes and saves.
 
         The first image that can be read is explained as a batch of copies: as many copies as the first batch has
@@ -138,6 +138,7 @@ class Network:
             plan: The batches.
             parallel: Number of batches that run in parallel.
             check: Called between calls and passes. It may raise KeyboardInterrupt.
+            warm: Runs the passes of this network on a batch.
         """
         slots = (slot for slot in chain.from_iterable(plan) if slot.entry.inputs is None)
         loaded = next((loaded for loaded in map(self.load, slots) if loaded.input is not None), None)
@@ -151,7 +152,7 @@ class Network:
             self.methods, start = methods, perf_counter()
             check()
             with listening(check):
-                self.explain(batch)
+                warm(self, batch)
             seconds.append(perf_counter() - start)
         obstacles = [cast("Any", method).obstacle() for method in compiled_methods]
         if all(obstacles):

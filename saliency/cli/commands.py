@@ -35,7 +35,7 @@ from ..batch.run import execute
 from ..batch.sources import Found, find_images, require_images
 from ..batch.store import Store, file_names
 from ..errors import SaliencyError, plural, visible
-from ..evaluation.metrics.base import get_metric
+from ..evaluation.metrics.base import resolve_metrics
 from ..io.atomic_write import inside
 from ..methods import METHODS
 from ..model.call import name_subjects
@@ -326,7 +326,7 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
     values = run_arguments(evaluate_folder, arguments)
     names = ",".join(arguments.metrics or METRICS).split(",")
-    classes = [get_metric(name) for name in dict.fromkeys(names)]
+    classes = [type(metric) for metric in resolve_metrics(list(dict.fromkeys(names)))]
     of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
     values["options"], settings = split_settings(arguments.options, values["methods"], "metric", of_metrics)
     values["metrics"] = [

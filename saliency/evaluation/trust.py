@@ -251,6 +251,7 @@ def trust(
     began = time.perf_counter()
     if not isinstance(method, Attribution):
         raise MethodError(f"expected a method, such as GradCAM(model), got {described(method)}")
+    method, *_ = getattr(method, "compiled", [method])  # most calls are of changed models or options
     if isinstance(image, Mapping):
         problem = "a trust card is of one image, of a model that holds its other inputs; got a mapping of them"
         raise MethodError(f"{problem}; pass result.hold(NAME) of the result of attribute")
@@ -278,8 +279,7 @@ def trust(
 
 def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
     """Return the subject of a faster method on the same image, with fewer passes or larger windows, if it has any."""
-    exact, *_ = getattr(subject.method, "compiled", [subject.method])  # programs have fixed options
-    method, faster = copy.copy(exact), {"window": 64, "stride": 32}
+    method, faster = copy.copy(subject.method), {"window": 64, "stride": 32}
     for name, least in (("passes", 100), ("steps", 5)):
         count: Any = getattr(method, name, None) or getattr(method, "default_passes", least)
         faster[name] = min(count, max(least, count // 20))

@@ -12,6 +12,8 @@ function trustCard(trust) {
     make("h4", {}, "Trust card"),
     make("h5", {}, `Tests: ${tests.filter((row) => row.is_clear).length} of ${tests.length} clear`),
     make("ul", { role: "list" }, tests.map(propertyOf)),
+    make("p", { class: "legend" }, "p is for this map alone. For several methods on one image, Holm's correction requires " +
+      "p of at most 0.05 divided by their number, which 1 of 24 or 20 ranks never is: compare methods over many images."),
     numbers.length ? make("h5", {}, "Numbers") : null,
     make("ul", { role: "list" }, numbers.map(propertyOf)),
     make("p", { class: "legend" }, "The map (◆) next to the maps among which it is ranked (×), or to: ",

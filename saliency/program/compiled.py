@@ -33,12 +33,14 @@ def compiled(method: Attribution, mode: str | None) -> Attribution:
             vars(result)[name] = compiled(inner, mode)
     of_model = {name: getattr(method, name) for name in ("preprocess", "categories", "layout")}
     is_many = isinstance(method, MultiPassAttribution)
-    parts = [kind(method.model, **of_model) for kind in (Scores, VanillaGradient)] if is_many else [method]
-    programs = [Programs(part, method.name, mode) for part in parts]
+    parts = [kind(method.model, **of_model) for kind in (Scores, VanillaGradient)]
+    passes = [Programs(part, method.name, mode) for part in parts]
+    programs = passes if is_many else [Programs(method, method.name, mode)]
+    passes[0].reasons = programs[0].reasons  # warned of once
     kind = type(cls.__name__, (CompiledAttribution, cls), {"__module__": cls.__module__, "__doc__": None})
     compiled_method: Attribution = copy.copy(result)
     compiled_method.__class__ = kind
-    vars(compiled_method)["compiled"] = result, programs
+    vars(compiled_method).update(compiled=(result, programs), passes_of_model=[part.explain for part in passes])
     return compiled_method
 
 
@@ -47,6 +49,7 @@ class CompiledAttribution(Attribution):
 
     is_compiled = True
     compiled: tuple[Attribution, Sequence[Programs]]
+    passes_of_model: Sequence[Callable[..., Any]]
 
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution:
         """Explain one target."""
@@ -56,7 +59,7 @@ class CompiledAttribution(Attribution):
         """Explain several targets by the program; of a method of many passes, by programs of its passes."""
         method, programs = self.compiled
         if isinstance(method, MultiPassAttribution):
-            with bound(compiled=[program.explain for program in programs]):
+            with bound(compiled=self.passes_of_model):
                 return method.explain_targets(x, targets)
         results = [programs[0].explain(x, target) for target in targets]
         found = [result for result in results if result is not None]
@@ -117,9 +120,9 @@ class Programs:
 
     def explain(self, x: Tensor, target: Questions) -> BatchAttribution | None:
         """Return the result of a program; None if there is no program, with a warning for each reason."""
-        call, classes = current_call(), _classes(target)
+        call, classes = current_call(), _classes(target, isinstance(self._method, Scores))
         found: CompiledProgram | str
-        if call.is_tracing:
+        if call.is_tracing or not (call.compiles or self._programs):  # the run did not ask for these passes before
             return None
         if classes is None:
             found = "the target is not a class"
@@ -182,12 +185,16 @@ class Programs:
         return CompiledProgram(run, explanation.layer, images.class_count(scores.shape[1]))
 
 
-def _classes(target: Questions) -> list[int] | None:
-    """Return the class that is asked for each image, -1 for the top class; None for other targets."""
+def _classes(target: Questions, are_scores: bool) -> list[int] | None:
+    """Return the class that is asked for each image, -1 for the top class; None for other targets.
+
+    A program of scores takes the probability of a class too, which is computed from its scores of all classes.
+    """
     if type(target) is not Questions:  # several targets of one output
         return None
     if target.asked:
-        scores = [question.score for question in target.asked]
+        scores: list[Any] = [question.score for question in target.asked]
+        scores = [getattr(score, "__self__", score) for score in scores] if are_scores else scores
         classes = [score.classes[0] for score in scores if isinstance(score, ClassScore)]
         return classes if len(classes) == len(scores) else None
     return [-1 if c is None else c for c in target.target.classes] if isinstance(target.target, ClassTarget) else None

@@ -87,6 +87,19 @@ def test_a_compiled_run_writes_the_same_files_by_programs_of_the_main_thread(
     assert set(programs.threads) == {1}  # as many as each worker has
 
 
+def test_the_forwards_of_the_metrics_of_a_compiled_evaluation_are_compiled_before_it(
+    source: Path, tmp_path: Path, programs: Programs
+) -> None:
+    results = []
+    for name in ("exact", "out"):
+        options: dict[str, Any] = {"metrics": Deletion(steps=6), "workers": 2, "compile": name == "out"}
+        made = evaluate(source, tmp_path / name, Tiny(), **options)
+        results.append([result.value for result in made.results])
+    assert results[1] == pytest.approx(results[0])
+    assert set(programs.compiling) == {"MainThread"}
+    assert sum("batch" in name for name in programs.running) > 2 * 5  # more than the maps of five images
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_a_compiled_run_writes_the_same_files_with_the_compiler(source: Path, tmp_path: Path) -> None:

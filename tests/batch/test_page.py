@@ -338,6 +338,7 @@ def test_the_large_view_shows_the_trust_card_of_each_method(opened: Visit, tmp_p
         *names,
         "needed (deletion)\n0.1 ± 0.05",
     ]
+    assert "at most 0.05 divided by their number" in card.inner_text()
     assert page.get_by_role("img", name="edges 0.6, map 0.1").count() == 1
     lefts = "[...document.querySelectorAll('.mark')].map(each => parseFloat(each.style.left))"
     expected = [0, 50, 100, 50, 100, 0, 0, 100]  # better values lie to the right

@@ -216,3 +216,17 @@ def test_the_tests_of_a_slow_compiled_method_use_as_few_passes(runs: Runs, monke
     method = saliency.RISE(network(), passes=400, grid=3)
     strips = [saliency.trust(each, images(1), 1, seconds=1e-6)["weights"].strip for each in (method, method.compile())]
     assert strips[0] == pytest.approx(strips[1])
+
+
+def test_the_forwards_of_metrics_are_compiled(runs: Runs) -> None:
+    method, metrics = (
+        saliency.GradCAM(network()),
+        [saliency.metrics.Deletion(steps=8), saliency.metrics.Insertion(steps=8)],
+    )
+    exact = saliency.metrics.measure(metrics, method.attribute(images(1), 1), method=method, inputs=images(1))
+    compiled = method.compile()
+    explanation, before = compiled.attribute(images(1), 1), runs.calls
+    measured = saliency.metrics.measure(metrics, explanation, method=compiled, inputs=images(1))
+    assert runs.calls > before
+    for result, expected in zip(measured, exact, strict=True):
+        torch.testing.assert_close(result.values, expected.values)

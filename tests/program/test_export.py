@@ -301,6 +301,22 @@ def test_a_difference_of_an_image_is_accepted_up_to_the_effect_of_its_last_digit
         _require_equal(method, scaled(1.01, 1.0), [x], program, "the program")
 
 
+def test_each_copy_changes_twice_as_many_last_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    method, x, changes = saliency.VanillaGradient(PooledNet().eval()), images(1), []
+    program, exact = captured(method, x)[0].module(), method.attribute(x)
+    other = replace(exact, values=1.01 * exact.values)
+
+    def attribute(self: saliency.VanillaGradient, image: Tensor, *_: object) -> saliency.Explanation:
+        changes.append(float((image - x).abs().mean()))
+        return other
+
+    monkeypatch.setattr(saliency.VanillaGradient, "attribute", attribute)
+    with pytest.raises(NotApplicableError, match="of its maximum"):
+        _require_equal(method, other, [x], program, "the program")
+    assert [later / changes[0] for later in changes] == pytest.approx([1, 2, 4, 8], rel=0.2)
+
+
 def test_a_difference_beyond_rounding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = PooledNet().eval()

@@ -260,10 +260,6 @@ class Subject(SharedResults):
             controls=False,
         )
 
-    def resized(self, values: Tensor) -> Tensor:
-        """Return values (N, C, h, w), summed over the channels, in the size of the model's input: (N, H, W)."""
-        return resized(values.sum(1), self.explanation.input_size)
-
     def scores_of(self, images: Tensor) -> Tensor:
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
         reader = self.reader
@@ -514,15 +510,10 @@ class Metric(HasOptions, ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
 
 
-def get_metric(name: object) -> type[Metric]:
-    """Return the metric with this name. Raises MethodError for another name, with the closest names."""
-    return METRICS.find(name)
-
-
 def resolve_metrics(metrics: str | Metric | Sequence[str | Metric]) -> list[Metric]:
     """Return metrics that are given by name or as objects, one or several. Raises MethodError for another name."""
     requested = metrics if isinstance(metrics, Iterable) and not isinstance(metrics, str) else [metrics]
-    return [metric if isinstance(metric, Metric) else get_metric(metric)() for metric in requested]
+    return [metric if isinstance(metric, Metric) else METRICS.find(metric)() for metric in requested]
 
 
 def measure(

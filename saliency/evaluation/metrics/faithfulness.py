@@ -28,7 +28,7 @@ from ...methods.baselines import Fill, Filler, FillOption, GivenImages
 from ...methods.gradient import VanillaGradient
 from ...methods.segments import ResolvedSegments, Segments, SegmentsLike, resolve_segments, segmented
 from ...model.answer import Answer
-from ...model.call import run_model
+from ...model.call import bound, run_model
 from ...targets.classes import TargetLike, per_image
 from ...validation import check_choice, check_integer, check_number
 from .base import Metric, Outcome, SharedResults, Subject, stacked
@@ -84,7 +84,8 @@ class PerturbationMetric(Metric):
 
         inputs = subject.inputs_for(reader, images)
         batch = inputs if isinstance(inputs, Batch) else Batch(images, (None,) * len(images))
-        with reader.call(batch, [target]):
+        compiled = getattr(subject.reader, "passes_of_model", None)
+        with reader.call(batch, [target]), bound(compiled=compiled):
             if isinstance(batch, Answer) and len(images) > 1:
                 targets = per_image(target, len(images))
                 batch.by_image(lambda part, image: measure(part, targets[image]))

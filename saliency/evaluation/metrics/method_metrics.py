@@ -271,7 +271,9 @@ class RandomLogit(MethodMetric):
 
 def copied(subject: Subject) -> Attribution:
     """Return a copy of the method and its model, which reads the layer of the explanation."""
-    method, layer = copy.deepcopy(subject.method), subject.explanation.layer
+    model, layer = subject.method.model, subject.explanation.layer
+    other = subject.shared.once(("copy", id(model)), copy.deepcopy, model)  # of all methods on the image
+    method = copy.deepcopy(subject.method, {id(model): other})
     if getattr(method, "layer", layer) is None and layer in dict(method.model.named_modules()):
         vars(method)["layer"] = layer
     return method
@@ -549,10 +551,11 @@ class ADCC(MethodMetric):
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the means of the images."""
         subject = maps.subject
-        original = subject.resized(maps.original)
+        size = subject.explanation.input_size
+        original = resized(maps.original.sum(1), size)
         scaled = scaled_to_one(original)
         masked = subject.images * scaled[:, None]
-        again = subject.resized(maps(masked))
+        again = resized(maps(masked).sum(1), size)
         is_equal = (original == again).flatten(1).all(1)
         coherency = torch.where(is_equal, 1.0, (correlation(original.flatten(1), again.flatten(1)) + 1) / 2)
         before, after = (subject.scores_of(images).double() for images in (subject.images, masked))
