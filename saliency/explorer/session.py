@@ -309,18 +309,23 @@ class Session:
             UnknownImageError: No image with this number is offered.
         """
         opened: Any
+        shape = ""  # of an array
         if isinstance(image, int):
             name, opened = self._open_offered(image)
         elif self._inputs and name.endswith(ARRAY):
             with errors_as(ImageError, f"{name!r} cannot be read"):
                 opened = np.load(io.BytesIO(image))
+            shape = f" {opened.shape}"
         else:
             opened = decode(io.BytesIO(image), name, MOST_PIXELS)
         if self._inputs and not isinstance(image, int):
             opened = {**self._find(case).image, self._inputs[index]: opened}
-        batch = self._read(opened)
-        with self._default.call(batch), torch.no_grad():
-            facts = self._facts(batch)
+        try:
+            batch = self._read(opened)
+            with self._default.call(batch), torch.no_grad():
+                facts = self._facts(batch)
+        except SaliencyError as error:
+            raise type(error)(f"{name}{shape}: {error}") from error
         number = secrets.token_hex(8)
         self._held[number] = HeldImage(printable(name), opened, batch, self._frames(batch), facts)
         sizes = [sum(frame.image.width * frame.image.height for frame in held.frames) for held in self._held.values()]
@@ -555,11 +560,10 @@ class Session:
 
         Of a case, send them for each input, on one scale, with its share.
         """
-        style, limit, parts, shares = OverlayStyle(), None, list[Any]([result]), list[Any]([None])
+        style, limit, parts, shares = OverlayStyle(), None, list[Any]([result]), {}
         scale: dict[str, Any] = {"sign": style.sign, "smoothing": style.smoothing}
         if isinstance(result, InputExplanations):
-            parts, of_input = [result[name] for name in self._inputs], result.shares
-            shares = [of_input[name] for name in self._inputs]
+            parts, shares = [result[name] for name in self._inputs], result.shares
             limit = shared_limit(parts, percentile=style.percentile, **scale)
         for index, (explanation, frame) in enumerate(zip(parts, question.held.frames, strict=True)):
             scaled = scale_map(explanation, percentile=style.percentile, limit=limit, **scale)
@@ -569,7 +573,7 @@ class Session:
                 values[scaled.outliers > 0] = np.nan
             row = explanation_facts(explanation, scaled, style.colormap)
             row["target_box"] = None if index else scaled.placed_box(frame)
-            row["share"] = shares[index]
+            row["shares"] = shares
             notes = [str(warning.message) for warning in caught if issubclass(warning.category, SaliencyWarning)]
             row["notes"] = list(dict.fromkeys([*notes, *filter(None, explanation.notes)]))
             height, width = values.shape

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,14 +196,14 @@ class ModelInputs:
         is_one = as_channels or len(names) == 1
         x = torch.cat(values, 1) if is_one else as_rows(values)
         frames = self.frames[names[0]] if is_one else (None,) * self.count
+        batch = InputBatch(x, frames, names=names, source=self)
+        return replace(batch, arguments=partial(self._arguments, batch))
 
-        def arguments(variants: Tensor, image: int | None) -> dict[Any, Any]:
-            rows = shown_images(variants)
-            others = {name: self._rows(value, rows) for name, value in self.values.items()}
-            return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
-
-        batch = InputBatch(x, frames, arguments=arguments, names=names, source=self)
-        return batch
+    def _arguments(self, batch: InputBatch, variants: Tensor, _: int | None) -> dict[Any, Any]:
+        """Return all arguments of the model for variants of the inputs of a batch."""
+        rows = shown_images(variants)
+        others = {name: self._rows(value, rows) for name, value in self.values.items()}
+        return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
 
     def _rows(self, value: Any, rows: Sequence[int]) -> Any:
         """Return the rows of an input for variants of images; other arguments unchanged."""
@@ -260,20 +261,32 @@ def _parameters(model: nn.Module) -> dict[str, bool]:
 _Entries = tuple[Mapping[Any, Any], Callable[[dict[Key, Any]], dict[Any, Any]], Collection[str]]
 
 
+def _stacked(values: dict[Key, Any]) -> dict[Any, Any]:
+    return {0: torch.stack([*values.values()], 1)}
+
+
+def _as_tuple(values: dict[Key, Any]) -> dict[Any, Any]:
+    return {0: tuple(values.values())}
+
+
+def _as_mapping(values: dict[Key, Any]) -> dict[Any, Any]:
+    return {0: values}
+
+
 def _entries(model: nn.Module, given: SeveralInputs) -> _Entries:
     """Return inputs by name, how they become arguments of the model, and the names of these arguments."""
     parameters = _parameters(model)
     first = list(parameters)[:1]
     if isinstance(given, Views):
-        return dict(enumerate(given.images)), lambda values: {0: torch.stack([*values.values()], 1)}, first
+        return dict(enumerate(given.images)), _stacked, first
     if isinstance(given, tuple):
         given = dict(zip(parameters, given, strict=False))
     is_named = all(isinstance(name, str) for name in given)
     if is_named and (not parameters or parameters.keys() >= given.keys() or _takes_any_name(model)):
-        return given, lambda values: values, given.keys()
+        return given, dict, frozenset(given)
     if [*parameters.values()].count(True) == 1:
         is_tuple = [*given] == [*range(len(given))]
-        return given, lambda values: {0: tuple(values.values()) if is_tuple else values}, first
+        return given, _as_tuple if is_tuple else _as_mapping, first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from itertools import permutations
 from math import factorial
@@ -505,6 +507,19 @@ def test_each_explanation_is_saved_and_what_takes_one_image_says_so(tmp_path: Pa
     ):
         with pytest.raises(saliency.errors.SaliencyError, match="of a model that holds its other inputs"):
             refused()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
+@pytest.mark.parametrize("name", ["late", "policy", "views"])
+def test_results_can_be_copied_and_pickled(name: str, duplicate: Any) -> None:
+    views: tuple[nn.Module, Any] = MultiView(), Views(torch.randn(1, 2, 3, 12, 16))
+    model, inputs = views if name == "views" else case(name)
+    method = saliency.InputXGradient(model)
+    result = method.attribute(inputs, target_of(name))
+    copied, held = duplicate(result), duplicate(result.hold(next(iter(result))))
+    assert copied.shares == result.shares
+    copied_map = method.attribute(held, target_of(name)).values
+    assert torch.equal(copied_map, result[next(iter(result))].values)
 
 
 class Stacked(nn.Module):
