@@ -481,8 +481,13 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             problem = "parameters or buffers of the model were created under torch.inference_mode()"
             hint = "build or load the model outside of it (running it inside is fine)"
             raise ModelError(f"{problem}, so no gradient can pass them; {hint}") from error
-        received = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
-        is_key = isinstance(error, KeyError) and isinstance(next(iter(args), None), Mapping)
+        is_mapping = isinstance(next(iter(args), None), Mapping)
+        names = {
+            id(tensor): f"{name} " for name, tensor in {**(args[0] if is_mapping else {}), **(kwargs or {})}.items()
+        }
+        tensors = [names.get(id(tensor), "") + _described(tensor) for tensor in tree_tensors((args, kwargs))]
+        received = " and ".join(tensors) or "no tensor"
+        is_key = isinstance(error, KeyError) and is_mapping
         if (is_key or type(error) in _REFUSALS) and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
             if is_key:

@@ -134,18 +134,24 @@ class ModelInputs:
     """
 
     def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
-        entries, self._assemble, self._filled = _entries(model, given)
-        entries = {name: _as_tensor(entry) for name, entry in entries.items()}
+        entries, self._tree, self._filled = _entries(model, given)
         self._parameters = _parameters(model)
         self.values: dict[Key, Any] = {}
         self.frames: dict[Key, tuple[Frame | None, ...]] = {}
         like = reference_tensor(model)
-        rows = {len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) == 4}
+        rows = {
+            len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) in (4, 5)
+        }
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
+                    if isinstance(entry, list) and _are_tensors(entry) and entry[0].ndim == 4:
+                        cure = "pass a tuple if they are images of one case, or torch.cat(images) for a batch"
+                        raise ImageError(f"got a list of tensors (N, C, H, W); {cure}")
                     image = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
                     batch = read(image, prepare(name), like=like)
+                    if batch.inputs.ndim == 5:
+                        require_volumes(model, batch.inputs)
                 except (ImageError, NonFiniteError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
@@ -199,11 +205,11 @@ class ModelInputs:
         batch = InputBatch(x, frames, names=names, source=self)
         return replace(batch, arguments=partial(self._arguments, batch))
 
-    def _arguments(self, batch: InputBatch, variants: Tensor, _: int | None) -> dict[Any, Any]:
+    def _arguments(self, batch: InputBatch, variants: Tensor, _: int | None) -> Any:
         """Return all arguments of the model for variants of the inputs of a batch."""
         rows = shown_images(variants)
         others = {name: self._rows(value, rows) for name, value in self.values.items()}
-        return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
+        return _joined(self._tree, others | {name: part.clone() for name, part in batch.parts(variants).items()})
 
     def _rows(self, value: Any, rows: Sequence[int]) -> Any:
         """Return the rows of an input for variants of images; other arguments unchanged."""
@@ -237,8 +243,8 @@ def requires_several(model: nn.Module) -> bool:
 
 def require_volumes(model: nn.Module, x: Tensor) -> None:
     """Raise ImageError if a model of images gets five axes, which are the views of several cases."""
-    convolutions = (nn.Conv2d, nn.Conv3d)
-    if isinstance(next((module for module in model.modules() if isinstance(module, convolutions)), None), nn.Conv2d):
+    kinds = {kind for module in model.modules() for kind in (nn.Conv2d, nn.Conv3d) if isinstance(module, kind)}
+    if kinds == {nn.Conv2d}:
         raise ImageError(
             f"got {tuple(x.shape)}, a batch of volumes or videos, and {type(model).__name__} convolves images; for "
             "views or frames (N, V, C, H, W), pass saliency.Views(x)"
@@ -258,35 +264,59 @@ def _parameters(model: nn.Module) -> dict[str, bool]:
     return {} if has_any else {parameter.name: parameter.default is parameter.empty for parameter in named}
 
 
-_Entries = tuple[Mapping[Any, Any], Callable[[dict[Key, Any]], dict[Any, Any]], Collection[str]]
+_Tree = Key | tuple[Callable[[dict[Any, Any]], Any], dict[Any, Any]]
+"""The name of an input; or a function that joins the parts of an argument, and the tree of each part."""
 
 
-def _stacked(values: dict[Key, Any]) -> dict[Any, Any]:
-    return {0: torch.stack([*values.values()], 1)}
+def _divided(entry: Any, name: Any, inputs: dict[Key, Any]) -> _Tree:
+    """Add an entry to the inputs: as one; or divided, if it is a mapping, a tuple or views. Return its tree."""
+    if isinstance(entry, Views):
+        join, parts = _stacked, dict(enumerate(entry.images))
+    elif isinstance(entry, dict):
+        join, parts = dict, entry
+    elif isinstance(entry, tuple) or (isinstance(entry, list) and _are_tensors(entry) and not _is_image(entry)):
+        join, parts = partial(_as_sequence, type(entry)), dict(enumerate(entry))
+    else:
+        inputs[name] = _as_tensor(entry)
+        return name
+    names = {key: key if name is None else f"{name}.{key}" for key in parts}
+    return join, {key: _divided(part, names[key], inputs) for key, part in parts.items()}
 
 
-def _as_tuple(values: dict[Key, Any]) -> dict[Any, Any]:
-    return {0: tuple(values.values())}
+def _joined(tree: _Tree, values: Mapping[Key, Any]) -> Any:
+    """Return values of inputs as the entry that was divided."""
+    if not isinstance(tree, tuple):
+        return values[tree]
+    join, parts = tree
+    return join({key: _joined(part, values) for key, part in parts.items()})
 
 
-def _as_mapping(values: dict[Key, Any]) -> dict[Any, Any]:
-    return {0: values}
+def _stacked(parts: dict[Any, Tensor]) -> Tensor:
+    return torch.stack([*parts.values()], 1)
 
 
-def _entries(model: nn.Module, given: SeveralInputs) -> _Entries:
-    """Return inputs by name, how they become arguments of the model, and the names of these arguments."""
-    parameters = _parameters(model)
+def _as_sequence(kind: Callable[[Iterable[Any]], Any], parts: dict[Any, Any]) -> Any:
+    return kind(parts.values())
+
+
+def _are_tensors(entry: list[Any]) -> bool:
+    return bool(entry) and all(isinstance(part, Tensor) and part.ndim for part in entry)
+
+
+def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _Tree, Collection[str]]:
+    """Return inputs by name, the tree of the model's arguments, and the names of the arguments."""
+    parameters, inputs = _parameters(model), dict[Key, Any]()
     first = list(parameters)[:1]
     if isinstance(given, Views):
-        return dict(enumerate(given.images)), _stacked, first
+        return inputs, (dict, {0: _divided(given, None, inputs)}), first
     if isinstance(given, tuple):
         given = dict(zip(parameters, given, strict=False))
     is_named = all(isinstance(name, str) for name in given)
     if is_named and (not parameters or parameters.keys() >= given.keys() or _takes_any_name(model)):
-        return given, dict, frozenset(given)
+        return inputs, _divided({**given}, None, inputs), frozenset(given)
     if [*parameters.values()].count(True) == 1:
         is_tuple = [*given] == [*range(len(given))]
-        return given, _as_tuple if is_tuple else _as_mapping, first
+        return inputs, (dict, {0: _divided(tuple(given.values()) if is_tuple else {**given}, None, inputs)}), first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'
