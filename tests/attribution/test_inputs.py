@@ -131,12 +131,18 @@ def test_after_early_fusion_there_is_one_map_of_all_images_and_a_warning_says_so
     assert torch.equal(result["rgb"].values, result["depth"].values)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "views by case", "views by view"])
 @pytest.mark.parametrize("method", COMPLETE)
 def test_shares_sum_to_the_score(name: str, method: str) -> None:
-    model, inputs = case(name)
+    torch.manual_seed(0)
+    if name in CASES:
+        model, inputs = case(name)
+    else:  # folded into the batch
+        model = MultiView(is_transposed=name == "views by view").double().eval()
+        inputs = dict[Any, Any](enumerate(torch.randn(3, 2, 3, 12, 16, dtype=torch.float64)))
+    given = inputs if name in CASES else Views(torch.stack([*inputs.values()], 1))
     options = {"tolerance": 1e-6} if method == "integrated_gradients" else {}
-    result = saliency.METHODS[method](model, **options).attribute(inputs, target_of(name))
+    result = saliency.METHODS[method](model, **options).attribute(given, target_of(name))
     sums = result.sums
     floats = {key for key, own in inputs.items() if isinstance(own, Tensor)}
     assert set(sums) == floats | ({"rest"} if "rest" in sums else set())
