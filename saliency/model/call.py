@@ -482,11 +482,10 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             hint = "build or load the model outside of it (running it inside is fine)"
             raise ModelError(f"{problem}, so no gradient can pass them; {hint}") from error
         is_mapping = isinstance(next(iter(args), None), Mapping)
-        names = {
-            id(tensor): f"{name} " for name, tensor in {**(args[0] if is_mapping else {}), **(kwargs or {})}.items()
-        }
-        tensors = [names.get(id(tensor), "") + _described(tensor) for tensor in tree_tensors((args, kwargs))]
-        received = " and ".join(tensors) or "no tensor"
+        named = {**(args[0] if is_mapping else {}), **(kwargs or {})}
+        names = {id(tensor): f"{name} " for name, tensor in named.items()}
+        described = [names.get(id(tensor), "") + _described(tensor) for tensor in tree_tensors((args, kwargs))]
+        received = " and ".join(described) or "no tensor"
         is_key = isinstance(error, KeyError) and is_mapping
         if (is_key or type(error) in _REFUSALS) and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
@@ -497,6 +496,9 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
                 reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"
             if axes == [4] and args[0].shape[-1] in (1, 3, 4) and min(args[0].shape[1:3]) > 4:
                 reason += "; the tensor looks like (N, H, W, C): pass x.permute(0, 3, 1, 2)"
+            for name, value in named.items():
+                if isinstance(value, Tensor) and value.dim() > 3 and not value.is_floating_point():
+                    reason += f"; pass {name} as a float tensor"
             if missing := re.search(r"missing .*argument.*?'(\w+)'", reason):
                 name, first = missing[1], next(iter(inspect.signature(model.forward).parameters))
                 cure = f'forward_args={{"{name}": value}}, or images by name, {{"{first}": image, "{name}": other}}'

@@ -521,7 +521,7 @@ def test_a_file_that_does_not_fit_its_input_is_refused_in_one_sentence() -> None
             session.open(content, name, case, 1)
     channels = io.BytesIO()
     np.save(channels, np.zeros((5, 64, 64), np.float32))
-    with pytest.raises(ModelError, match=r"^d.npy \(5, 64, 64\): the model .* refused an input of 1x5x64x64"):
+    with pytest.raises(ModelError, match=r"^d.npy \(5, 64, 64\): the model .* refused an input of depth 1x5x64x64"):
         session.open(channels.getvalue(), "d.npy", case, 1)
     with pytest.raises(UnknownImageError, match="not in memory"):
         session.open(*encoded("rgb", 1), case="0", index=0)
