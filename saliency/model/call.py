@@ -487,10 +487,13 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
         described = [names.get(id(tensor), "") + _described(tensor) for tensor in tree_tensors((args, kwargs))]
         received = " and ".join(described) or "no tensor"
         is_key = isinstance(error, KeyError) and is_mapping
-        if (is_key or type(error) in _REFUSALS) and not is_out_of_memory(error):
+        is_dict = is_mapping and isinstance(error, AttributeError | TypeError) and "dict" in str(error)
+        if (is_key or is_dict or type(error) in _REFUSALS) and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
             if is_key:
                 reason = f"there is no {reason} among {', '.join(map(str, args[0]))}"
+            if is_dict:
+                reason += f"; it got a mapping of {', '.join(map(str, args[0]))}: pass one image if it takes one"
             axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
                 reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"

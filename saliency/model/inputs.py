@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -264,23 +264,23 @@ def _parameters(model: nn.Module) -> dict[str, bool]:
     return {} if has_any else {parameter.name: parameter.default is parameter.empty for parameter in named}
 
 
-_Tree = Key | tuple[Callable[[dict[Any, Any]], Any], dict[Any, Any]]
+_Join = Callable[[dict[Any, Any]], Any]
+_Tree = Key | tuple[_Join, dict[Any, Any]]
 """The name of an input; or a function that joins the parts of an argument, and the tree of each part."""
 
 
-def _divided(entry: Any, name: Any, inputs: dict[Key, Any]) -> _Tree:
-    """Add an entry to the inputs: as one; or divided, if it is a mapping, a tuple or views. Return its tree."""
-    if isinstance(entry, Views):
-        join, parts = _stacked, dict(enumerate(entry.images))
-    elif isinstance(entry, dict):
-        join, parts = dict, entry
-    elif isinstance(entry, tuple) or (isinstance(entry, list) and _are_tensors(entry) and not _is_image(entry)):
-        join, parts = partial(_as_sequence, type(entry)), dict(enumerate(entry))
-    else:
+def _divided(entry: Any, inputs: dict[Key, Any], name: Key | None = None) -> _Tree:
+    """Add an entry to the inputs, and return its tree. Mappings, tuples, views and lists of masks are divided."""
+    kind, parts, join = type(entry), entry, cast("_Join", dict)
+    if kind is Views:
+        parts, join = dict(enumerate(entry.images)), _stacked
+    elif kind is tuple or (kind is list and _are_tensors(entry) and not _is_image(entry)):
+        parts, join = dict(enumerate(entry)), partial(_as_sequence, kind)
+    elif kind is not dict and name is not None:
         inputs[name] = _as_tensor(entry)
         return name
     names = {key: key if name is None else f"{name}.{key}" for key in parts}
-    return join, {key: _divided(part, names[key], inputs) for key, part in parts.items()}
+    return join, {key: _divided(part, inputs, names[key]) for key, part in parts.items()}
 
 
 def _joined(tree: _Tree, values: Mapping[Key, Any]) -> Any:
@@ -308,15 +308,15 @@ def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _T
     parameters, inputs = _parameters(model), dict[Key, Any]()
     first = list(parameters)[:1]
     if isinstance(given, Views):
-        return inputs, (dict, {0: _divided(given, None, inputs)}), first
+        return inputs, (dict, {0: _divided(given, inputs)}), first
     if isinstance(given, tuple):
         given = dict(zip(parameters, given, strict=False))
     is_named = all(isinstance(name, str) for name in given)
     if is_named and (not parameters or parameters.keys() >= given.keys() or _takes_any_name(model)):
-        return inputs, _divided({**given}, None, inputs), frozenset(given)
+        return inputs, _divided({**given}, inputs), frozenset(given)
     if [*parameters.values()].count(True) == 1:
         is_tuple = [*given] == [*range(len(given))]
-        return inputs, (dict, {0: _divided(tuple(given.values()) if is_tuple else {**given}, None, inputs)}), first
+        return inputs, (dict, {0: _divided(tuple(given.values()) if is_tuple else {**given}, inputs)}), first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'

@@ -718,8 +718,10 @@ def test_a_refused_input_is_named() -> None:
         saliency.VanillaGradient(model).attribute({"rgb": inputs["rgb"], "depth": inputs["depth"][..., :8, :8]}, 1)
     late, images = case("late")
     with pytest.raises(ModelError, match=r"depth 2x1x12x16 \(int64 on cpu\): .*; pass depth as a float tensor$"):
-        late, images = case("late")
         saliency.VanillaGradient(late).attribute({**images, "depth": images["depth"].long()}, 1)
+    for one in (saliency.testing.tiny_model(), saliency.load("efficientnet_lite0")):
+        with pytest.raises(ModelError, match="it got a mapping of rgb, depth: pass one image if it takes one"):
+            saliency.VanillaGradient(one).attribute(inputs, 1)
     other, cameras = case("policy")
     wrong = {**cameras, "observation.state": cameras["observation.state"].long()}
     with pytest.raises(ModelError, match=r"observation.state 2x4 \(int64 on cpu\)"):
