@@ -58,7 +58,7 @@ from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_ima
 from ..io.preprocess import Preprocess, drawable
 from ..model.call import bound, run_model
 from ..model.dual_encoder import DualEncoder
-from ..model.inputs import InputBatch, ModelInputs, requires_several
+from ..model.inputs import InputBatch, requires_several
 from ..model.layers import scan_layers
 from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png, input_picture
@@ -185,7 +185,7 @@ class Session:
         example: Any = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
         if isinstance(images, Mapping):
             _, example = self._open_offered(0)
-            inputs = self._read_inputs(example)
+            inputs = self._default.read_inputs(example)
             self._inputs = sorted(inputs.frames, key=lambda name: name != inputs.first)
         elif requires_several(self.model) or is_per_input(self._default.preprocess):
             cure = (
@@ -205,9 +205,6 @@ class Session:
             with suppress(*USER_CODE_ERRORS):  # shown when the method is chosen
                 self._compiled.attribute(example)
 
-    def _read_inputs(self, inputs: Mapping[Any, Any]) -> ModelInputs:
-        return ModelInputs(self.model, inputs, lambda name: self._default.of_input(name).preprocess)
-
     def _read(self, image: Any) -> Batch:
         """Read an image, or a case of several inputs, whose first photo is returned.
 
@@ -216,7 +213,7 @@ class Session:
         """
         if not self._inputs:
             return self._default.read(image)
-        inputs = self._read_inputs(image)
+        inputs = self._default.read_inputs(image)
         shapes = {name: tuple(inputs.values[name].shape) for name in inputs.frames}
         if {*shapes} != {*self._inputs} or any(len(shape) != 4 or shape[0] > 1 for shape in shapes.values()):
             raise ImageError(f"expected one image for each of {', '.join(map(str, self._inputs))}, got {shapes}")

@@ -18,7 +18,7 @@ from ..errors import ImageError, MethodError, NonFiniteError, plural
 from ..io.atomic_write import is_image
 from ..io.axes import as_text
 from ..io.geometry import Frame, Geometry
-from ..io.inputs import Batch, Prepare, read
+from ..io.inputs import Batch
 from .call import current_call, reference_tensor, shown_images
 
 Key = str | int
@@ -133,15 +133,14 @@ class ModelInputs:
         geometries: The position of this image of each case.
     """
 
-    def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
+    def __init__(self, model: nn.Module, given: SeveralInputs, read: Callable[[Key], Callable[[Any], Batch]]) -> None:
         entries, self._tree, self._filled = _entries(model, given)
         self._parameters = _parameters(model)
         self.values: dict[Key, Any] = {}
+        self.joined: tuple[Key, ...] = ()
         self.frames: dict[Key, tuple[Frame | None, ...]] = {}
         like = reference_tensor(model)
-        rows = {
-            len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) in (4, 5)
-        }
+        rows = {len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) > 3}
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
@@ -149,9 +148,7 @@ class ModelInputs:
                         cure = "pass a tuple if they are images of one case, or torch.cat(images) for a batch"
                         raise ImageError(f"got a list of tensors (N, C, H, W); {cure}")
                     image = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
-                    batch = read(image, prepare(name), like=like)
-                    if batch.inputs.ndim == 5:
-                        require_volumes(model, batch.inputs)
+                    batch = read(name)(image)
                 except (ImageError, NonFiniteError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
@@ -168,12 +165,10 @@ class ModelInputs:
             if len(frames) not in (1, self.count):
                 raise ImageError(f"{name} has {plural(len(frames), 'image')}; expected {self.count} as others, or 1")
             self.frames[name] = frames * (self.count // len(frames))
-        floats = [
-            name for name, value in self.values.items() if isinstance(value, Tensor) and value.is_floating_point()
-        ]
-        self.joined = tuple(name for name in floats if self.values[name].shape[:1] in ((1,), (self.count,)))
-        for name in self.joined:  # one row serves all images
-            self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
+        for name, value in self.values.items():  # one row serves all images
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] in ((1,), (self.count,)):
+                self.values[name] = value.expand(self.count, *value.shape[1:])
+                self.joined += (name,)
         photos = (name for name, frames in self.frames.items() if frames[0] is not None)
         self.first = next(photos, next(iter(self.frames)))
         size = tuple(self.values[self.first].shape[2:])
