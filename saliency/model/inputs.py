@@ -30,6 +30,8 @@ Group = tuple[Key, ...]
 class Views:
     """Mark images of one case as views: `method.attribute(saliency.Views(x))` gives a map for each view.
 
+    It may also be an entry of a mapping, if an argument of the model is a tensor of views.
+
     Args:
         images: (N, V, C, H, W) the model's own input of N cases; or a list of V images of one case, as for
             `Attribution.attribute`.
