@@ -131,7 +131,7 @@ def test_the_text_for_language_models_has_all_guides_and_the_recipes(pages: dict
     recipes = pages["recipes.md"]
     assert recipes in pages["llms-full.txt"]
     assert (
-        len(re.findall(r"^## ", recipes, re.MULTILINE)) == len(re.findall(r"^```python", recipes, re.MULTILINE)) == 14
+        len(re.findall(r"^## ", recipes, re.MULTILINE)) == len(re.findall(r"^```python", recipes, re.MULTILINE)) == 15
     )
 
 

@@ -291,8 +291,7 @@ class Attribution(HasOptions, ABC):
         if unknown:
             refuse_keywords(unknown, self.attribute, self)
         if isinstance(inputs, Mapping | tuple | Views) and has_several_inputs(self.model, inputs, forward_args):
-            several = ModelInputs(self.model, inputs, lambda name: self.of_input(name).preprocess)
-            self._require_inputs(several.values)
+            several = self.read_inputs(inputs)
             attribute: Any = partial(self.attribute, target=target, forward_args=several.named(forward_args))
             return explain_inputs(several, explain, attribute, is_together=self.explains_together())
         method = self.of_input(inputs.names[0]) if isinstance(inputs, InputBatch) and not inputs.is_rows else self
@@ -448,6 +447,12 @@ class Attribution(HasOptions, ABC):
         if batch.inputs.dim() == 5:
             require_volumes(self.model, batch.inputs)
         return batch
+
+    def read_inputs(self, inputs: Mapping[Any, Any] | tuple[Any, ...] | Views) -> ModelInputs:
+        """Read the inputs of one call of a model with several, each with its options."""
+        several = ModelInputs(self.model, inputs, lambda name: self.of_input(name).read)
+        self._require_inputs(several.values)
+        return several
 
     def explanation(self, result: BatchAttribution, target: Questions, batch: Batch) -> Explanation:
         """Return a checked result as an explanation, with its notes.

@@ -86,7 +86,7 @@ class InputExplanations(Mapping[Any, Explanation]):
         values |= {name: _DRAWN[first.sign](tensor) for name, tensor in self.others.items()}
         sums = {name: tensor.double().flatten(1).sum(1) for name, tensor in values.items()}
         if first.ledger is not None:
-            absorbed = [name != "input" for name in first.ledger_names]
+            absorbed = [name not in ("input", *map(str, sums)) for name in first.ledger_names]
             sums["rest"] = first.ledger[:, absorbed].double().sum(1)
         if first.residual is not None:
             sums["rest"] = sums.get("rest", 0) + first.residual.double()
@@ -151,6 +151,11 @@ def explain_inputs(
     parts = {
         part: batch.parts(tensor) for part, tensor in whole.tensors().items() if tensor.shape == whole.values.shape
     }
+    if whole.ledger is not None:  # begins with all inputs together
+        of_inputs = torch.stack([tensor.flatten(1).sum(1).to(whole.ledger) for tensor in parts["values"].values()], 1)
+        ledger_names = (*map(str, inputs.joined), *whole.ledger_names[1:])
+        ledger = torch.cat([of_inputs, whole.ledger[:, 1:]], 1)
+        whole = replace(whole, evidence={**whole.evidence, "ledger": ledger, "ledger_names": ledger_names})
     explanations = {}
     for name in names:
         explanation = whole.with_tensors(whole.tensors() | {part: tensor[name] for part, tensor in parts.items()})

@@ -375,6 +375,8 @@ def serve(arguments: argparse.Namespace, screen: Screen) -> int:
     if len(methods) != 1 or more:
         raise UsageError("--method takes one method; the page offers all others")
     words = arguments.folder
+    if named_inputs([arguments.model]):
+        raise UsageError(f"{arguments.model} is an input; the model comes first, as in mine.py:make {arguments.model}")
     if not words and os.path.isdir(arguments.model):  # noqa: PTH112 - unlike Path, never raises
         arguments.model, words = MODEL, [arguments.model]
     paths = [word if "://" in word else Path(word).absolute() for word in words]  # a model may change the folder

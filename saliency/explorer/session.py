@@ -58,7 +58,7 @@ from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_ima
 from ..io.preprocess import Preprocess, drawable
 from ..model.call import bound, run_model
 from ..model.dual_encoder import DualEncoder
-from ..model.inputs import InputBatch, ModelInputs, requires_several
+from ..model.inputs import InputBatch, requires_several
 from ..model.layers import scan_layers
 from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png, input_picture
@@ -185,7 +185,7 @@ class Session:
         example: Any = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
         if isinstance(images, Mapping):
             _, example = self._open_offered(0)
-            inputs = self._read_inputs(example)
+            inputs = self._default.read_inputs(example)
             self._inputs = sorted(inputs.frames, key=lambda name: name != inputs.first)
         elif requires_several(self.model) or is_per_input(self._default.preprocess):
             cure = (
@@ -205,9 +205,6 @@ class Session:
             with suppress(*USER_CODE_ERRORS):  # shown when the method is chosen
                 self._compiled.attribute(example)
 
-    def _read_inputs(self, inputs: Mapping[Any, Any]) -> ModelInputs:
-        return ModelInputs(self.model, inputs, lambda name: self._default.of_input(name).preprocess)
-
     def _read(self, image: Any) -> Batch:
         """Read an image, or a case of several inputs, whose first photo is returned.
 
@@ -216,7 +213,7 @@ class Session:
         """
         if not self._inputs:
             return self._default.read(image)
-        inputs = self._read_inputs(image)
+        inputs = self._default.read_inputs(image)
         shapes = {name: tuple(inputs.values[name].shape) for name in inputs.frames}
         if {*shapes} != {*self._inputs} or any(len(shape) != 4 or shape[0] > 1 for shape in shapes.values()):
             raise ImageError(f"expected one image for each of {', '.join(map(str, self._inputs))}, got {shapes}")
@@ -309,18 +306,23 @@ class Session:
             UnknownImageError: No image with this number is offered.
         """
         opened: Any
+        shape = ""  # of an array
         if isinstance(image, int):
             name, opened = self._open_offered(image)
         elif self._inputs and name.endswith(ARRAY):
             with errors_as(ImageError, f"{name!r} cannot be read"):
                 opened = np.load(io.BytesIO(image))
+            shape = f" {opened.shape}"
         else:
             opened = decode(io.BytesIO(image), name, MOST_PIXELS)
         if self._inputs and not isinstance(image, int):
             opened = {**self._find(case).image, self._inputs[index]: opened}
-        batch = self._read(opened)
-        with self._default.call(batch), torch.no_grad():
-            facts = self._facts(batch)
+        try:
+            batch = self._read(opened)
+            with self._default.call(batch), torch.no_grad():
+                facts = self._facts(batch)
+        except SaliencyError as error:
+            raise type(error)(f"{name}{shape}: {error}") from error
         number = secrets.token_hex(8)
         self._held[number] = HeldImage(printable(name), opened, batch, self._frames(batch), facts)
         sizes = [sum(frame.image.width * frame.image.height for frame in held.frames) for held in self._held.values()]
@@ -555,11 +557,10 @@ class Session:
 
         Of a case, send them for each input, on one scale, with its share.
         """
-        style, limit, parts, shares = OverlayStyle(), None, list[Any]([result]), list[Any]([None])
+        style, limit, parts, shares = OverlayStyle(), None, list[Any]([result]), {}
         scale: dict[str, Any] = {"sign": style.sign, "smoothing": style.smoothing}
         if isinstance(result, InputExplanations):
-            parts, of_input = [result[name] for name in self._inputs], result.shares
-            shares = [of_input[name] for name in self._inputs]
+            parts, shares = [result[name] for name in self._inputs], result.shares
             limit = shared_limit(parts, percentile=style.percentile, **scale)
         for index, (explanation, frame) in enumerate(zip(parts, question.held.frames, strict=True)):
             scaled = scale_map(explanation, percentile=style.percentile, limit=limit, **scale)
@@ -569,7 +570,7 @@ class Session:
                 values[scaled.outliers > 0] = np.nan
             row = explanation_facts(explanation, scaled, style.colormap)
             row["target_box"] = None if index else scaled.placed_box(frame)
-            row["share"] = shares[index]
+            row["shares"] = shares
             notes = [str(warning.message) for warning in caught if issubclass(warning.category, SaliencyWarning)]
             row["notes"] = list(dict.fromkeys([*notes, *filter(None, explanation.notes)]))
             height, width = values.shape

@@ -70,7 +70,7 @@ class Conversation:
                 case "image":
                     image = bytes(buffers[0]) if buffers else body["index"]
                     replaced = body.get("replaced"), int(body.get("input", 0))
-                    send(session.open(image, message.get("file") or "", *replaced))
+                    send(session.open(image, message.get("file") or "image", *replaced))
                 case "picture":
                     send_file(session.picture(body["image"], body["input"]), "image/jpeg")
                 case "thumbnail":

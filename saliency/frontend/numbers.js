@@ -25,3 +25,6 @@ const asText = (value) => (typeof value === "string" ? value : JSON.stringify(va
 
 /** Format a number with its standard error, if it has one. */
 const plusMinus = (value, error) => [value, error].map(shortNumber).filter(Boolean).join(" ± ");
+
+/** Return the shares of the inputs of a case, in the order of the call; empty for an image. */
+const sharesText = (row) => Object.entries(row?.shares ?? {}).map(([name, share]) => `${name} ${Math.round(100 * share)} %`).join(", ");

@@ -481,17 +481,27 @@ def call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | No
             problem = "parameters or buffers of the model were created under torch.inference_mode()"
             hint = "build or load the model outside of it (running it inside is fine)"
             raise ModelError(f"{problem}, so no gradient can pass them; {hint}") from error
-        received = " and ".join(map(_described, tree_tensors((args, kwargs)))) or "no tensor"
-        is_key = isinstance(error, KeyError) and isinstance(next(iter(args), None), Mapping)
-        if (is_key or type(error) in _REFUSALS) and not is_out_of_memory(error):
+        is_mapping = isinstance(next(iter(args), None), Mapping)
+        named = {**(args[0] if is_mapping else {}), **(kwargs or {})}
+        names = {id(tensor): f"{name} " for name, tensor in named.items()}
+        described = [names.get(id(tensor), "") + _described(tensor) for tensor in tree_tensors((args, kwargs))]
+        received = " and ".join(described) or "no tensor"
+        is_key = isinstance(error, KeyError) and is_mapping
+        is_dict = is_mapping and isinstance(error, AttributeError | TypeError) and "dict" in str(error)
+        if (is_key or is_dict or type(error) in _REFUSALS) and not is_out_of_memory(error):
             reason = str(error) or type(error).__name__
             if is_key:
                 reason = f"there is no {reason} among {', '.join(map(str, args[0]))}"
+            if is_dict:
+                reason += f"; it got a mapping of {', '.join(map(str, args[0]))}: pass one image if it takes one"
             axes = [x.dim() for x in args[:1] if isinstance(x, Tensor)]
             if axes == [4] and any(parameter.dim() == 5 for parameter in model.parameters()):
                 reason += "; a batch of volumes or videos has five axes, so pass a single one as x[None]"
             if axes == [4] and args[0].shape[-1] in (1, 3, 4) and min(args[0].shape[1:3]) > 4:
                 reason += "; the tensor looks like (N, H, W, C): pass x.permute(0, 3, 1, 2)"
+            for name, value in named.items():
+                if isinstance(value, Tensor) and value.dim() > 3 and not value.is_floating_point():
+                    reason += f"; pass {name} as a float tensor"
             if missing := re.search(r"missing .*argument.*?'(\w+)'", reason):
                 name, first = missing[1], next(iter(inspect.signature(model.forward).parameters))
                 cure = f'forward_args={{"{name}": value}}, or images by name, {{"{first}": image, "{name}": other}}'

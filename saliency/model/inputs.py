@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ..errors import ImageError, MethodError, NonFiniteError, plural
 from ..io.atomic_write import is_image
 from ..io.axes import as_text
 from ..io.geometry import Frame, Geometry
-from ..io.inputs import Batch, Prepare, read
+from ..io.inputs import Batch
 from .call import current_call, reference_tensor, shown_images
 
 Key = str | int
@@ -28,6 +29,8 @@ Group = tuple[Key, ...]
 
 class Views:
     """Mark images of one case as views: `method.attribute(saliency.Views(x))` gives a map for each view.
+
+    It may also be an entry of a mapping, if an argument of the model is a tensor of views.
 
     Args:
         images: (N, V, C, H, W) the model's own input of N cases; or a list of V images of one case, as for
@@ -132,19 +135,22 @@ class ModelInputs:
         geometries: The position of this image of each case.
     """
 
-    def __init__(self, model: nn.Module, given: SeveralInputs, prepare: Callable[[Key], Prepare]) -> None:
-        entries, self._assemble, self._filled = _entries(model, given)
-        entries = {name: _as_tensor(entry) for name, entry in entries.items()}
+    def __init__(self, model: nn.Module, given: SeveralInputs, read: Callable[[Key], Callable[[Any], Batch]]) -> None:
+        entries, self._tree, self._filled = _entries(model, given)
         self._parameters = _parameters(model)
         self.values: dict[Key, Any] = {}
+        self.joined: tuple[Key, ...] = ()
         self.frames: dict[Key, tuple[Frame | None, ...]] = {}
         like = reference_tensor(model)
-        rows = {len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) == 4}
+        rows = {len(entry) for entry in entries.values() if isinstance(entry, list) or getattr(entry, "ndim", 0) > 3}
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
+                    if isinstance(entry, list) and _are_tensors(entry) and entry[0].ndim == 4:
+                        cure = "pass a tuple if they are images of one case, or torch.cat(images) for a batch"
+                        raise ImageError(f"got a list of tensors (N, C, H, W); {cure}")
                     image = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
-                    batch = read(image, prepare(name), like=like)
+                    batch = read(name)(image)
                 except (ImageError, NonFiniteError) as error:
                     raise type(error)(f"{name}: {error}") from error
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
@@ -161,12 +167,10 @@ class ModelInputs:
             if len(frames) not in (1, self.count):
                 raise ImageError(f"{name} has {plural(len(frames), 'image')}; expected {self.count} as others, or 1")
             self.frames[name] = frames * (self.count // len(frames))
-        floats = [
-            name for name, value in self.values.items() if isinstance(value, Tensor) and value.is_floating_point()
-        ]
-        self.joined = tuple(name for name in floats if self.values[name].shape[:1] in ((1,), (self.count,)))
-        for name in self.joined:  # one row serves all images
-            self.values[name] = self.values[name].expand(self.count, *self.values[name].shape[1:])
+        for name, value in self.values.items():  # one row serves all images
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] in ((1,), (self.count,)):
+                self.values[name] = value.expand(self.count, *value.shape[1:])
+                self.joined += (name,)
         photos = (name for name, frames in self.frames.items() if frames[0] is not None)
         self.first = next(photos, next(iter(self.frames)))
         size = tuple(self.values[self.first].shape[2:])
@@ -195,14 +199,14 @@ class ModelInputs:
         is_one = as_channels or len(names) == 1
         x = torch.cat(values, 1) if is_one else as_rows(values)
         frames = self.frames[names[0]] if is_one else (None,) * self.count
+        batch = InputBatch(x, frames, names=names, source=self)
+        return replace(batch, arguments=partial(self._arguments, batch))
 
-        def arguments(variants: Tensor, image: int | None) -> dict[Any, Any]:
-            rows = shown_images(variants)
-            others = {name: self._rows(value, rows) for name, value in self.values.items()}
-            return self._assemble(others | {name: part.clone() for name, part in batch.parts(variants).items()})
-
-        batch = InputBatch(x, frames, arguments=arguments, names=names, source=self)
-        return batch
+    def _arguments(self, batch: InputBatch, variants: Tensor, _: int | None) -> Any:
+        """Return all arguments of the model for variants of the inputs of a batch."""
+        rows = shown_images(variants)
+        others = {name: self._rows(value, rows) for name, value in self.values.items()}
+        return _joined(self._tree, others | {name: part.clone() for name, part in batch.parts(variants).items()})
 
     def _rows(self, value: Any, rows: Sequence[int]) -> Any:
         """Return the rows of an input for variants of images; other arguments unchanged."""
@@ -236,8 +240,8 @@ def requires_several(model: nn.Module) -> bool:
 
 def require_volumes(model: nn.Module, x: Tensor) -> None:
     """Raise ImageError if a model of images gets five axes, which are the views of several cases."""
-    convolutions = (nn.Conv2d, nn.Conv3d)
-    if isinstance(next((module for module in model.modules() if isinstance(module, convolutions)), None), nn.Conv2d):
+    kinds = {kind for module in model.modules() for kind in (nn.Conv2d, nn.Conv3d) if isinstance(module, kind)}
+    if kinds == {nn.Conv2d}:
         raise ImageError(
             f"got {tuple(x.shape)}, a batch of volumes or videos, and {type(model).__name__} convolves images; for "
             "views or frames (N, V, C, H, W), pass saliency.Views(x)"
@@ -257,23 +261,59 @@ def _parameters(model: nn.Module) -> dict[str, bool]:
     return {} if has_any else {parameter.name: parameter.default is parameter.empty for parameter in named}
 
 
-_Entries = tuple[Mapping[Any, Any], Callable[[dict[Key, Any]], dict[Any, Any]], Collection[str]]
+_Join = Callable[[dict[Any, Any]], Any]
+_Tree = Key | tuple[_Join, dict[Any, Any]]
+"""The name of an input; or a function that joins the parts of an argument, and the tree of each part."""
 
 
-def _entries(model: nn.Module, given: SeveralInputs) -> _Entries:
-    """Return inputs by name, how they become arguments of the model, and the names of these arguments."""
-    parameters = _parameters(model)
+def _divided(entry: Any, inputs: dict[Key, Any], name: Key | None = None) -> _Tree:
+    """Add an entry to the inputs, and return its tree. Mappings, tuples, views and lists of masks are divided."""
+    kind, parts, join = type(entry), entry, cast("_Join", dict)
+    if kind is Views:
+        parts, join = dict(enumerate(entry.images)), _stacked
+    elif kind is tuple or (kind is list and _are_tensors(entry) and not _is_image(entry)):
+        parts, join = dict(enumerate(entry)), partial(_as_sequence, kind)
+    elif kind is not dict and name is not None:
+        inputs[name] = _as_tensor(entry)
+        return name
+    names = {key: key if name is None else f"{name}.{key}" for key in parts}
+    return join, {key: _divided(part, inputs, names[key]) for key, part in parts.items()}
+
+
+def _joined(tree: _Tree, values: Mapping[Key, Any]) -> Any:
+    """Return values of inputs as the entry that was divided."""
+    if not isinstance(tree, tuple):
+        return values[tree]
+    join, parts = tree
+    return join({key: _joined(part, values) for key, part in parts.items()})
+
+
+def _stacked(parts: dict[Any, Tensor]) -> Tensor:
+    return torch.stack([*parts.values()], 1)
+
+
+def _as_sequence(kind: Callable[[Iterable[Any]], Any], parts: dict[Any, Any]) -> Any:
+    return kind(parts.values())
+
+
+def _are_tensors(entry: list[Any]) -> bool:
+    return bool(entry) and all(isinstance(part, Tensor) and part.ndim for part in entry)
+
+
+def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _Tree, Collection[str]]:
+    """Return inputs by name, the tree of the model's arguments, and the names of the arguments."""
+    parameters, inputs = _parameters(model), dict[Key, Any]()
     first = list(parameters)[:1]
     if isinstance(given, Views):
-        return dict(enumerate(given.images)), lambda values: {0: torch.stack([*values.values()], 1)}, first
+        return inputs, (dict, {0: _divided(given, inputs)}), first
     if isinstance(given, tuple):
         given = dict(zip(parameters, given, strict=False))
     is_named = all(isinstance(name, str) for name in given)
     if is_named and (not parameters or parameters.keys() >= given.keys() or _takes_any_name(model)):
-        return given, lambda values: values, given.keys()
+        return inputs, _divided({**given}, inputs), frozenset(given)
     if [*parameters.values()].count(True) == 1:
         is_tuple = [*given] == [*range(len(given))]
-        return given, lambda values: {0: tuple(values.values()) if is_tuple else values}, first
+        return inputs, (dict, {0: _divided(tuple(given.values()) if is_tuple else {**given}, inputs)}), first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from itertools import permutations
 from math import factorial
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import Views
 from saliency.errors import ImageError, LayerError, MethodError, ModelError, NonFiniteError, SaliencyWarning
+from saliency.testbed import CAMERAS, INSTRUCTION
 from tests.several_inputs import CASES, MultiView, case
 
 TWO_STREAMS = ("late", "middle", "early", "shared")
@@ -128,12 +131,18 @@ def test_after_early_fusion_there_is_one_map_of_all_images_and_a_warning_says_so
     assert torch.equal(result["rgb"].values, result["depth"].values)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "views by case", "views by view"])
 @pytest.mark.parametrize("method", COMPLETE)
 def test_shares_sum_to_the_score(name: str, method: str) -> None:
-    model, inputs = case(name)
+    torch.manual_seed(0)
+    if name in CASES:
+        model, inputs = case(name)
+    else:  # folded into the batch
+        model = MultiView(is_transposed=name == "views by view").double().eval()
+        inputs = dict[Any, Any](enumerate(torch.randn(3, 2, 3, 12, 16, dtype=torch.float64)))
+    given = inputs if name in CASES else Views(torch.stack([*inputs.values()], 1))
     options = {"tolerance": 1e-6} if method == "integrated_gradients" else {}
-    result = saliency.METHODS[method](model, **options).attribute(inputs, target_of(name))
+    result = saliency.METHODS[method](model, **options).attribute(given, target_of(name))
     sums = result.sums
     floats = {key for key, own in inputs.items() if isinstance(own, Tensor)}
     assert set(sums) == floats | ({"rest"} if "rest" in sums else set())
@@ -142,6 +151,19 @@ def test_shares_sum_to_the_score(name: str, method: str) -> None:
     shares = torch.tensor(list(result.shares.values())).T
     torch.testing.assert_close(shares.abs().sum(-1), torch.ones(len(result.scores)))
     assert torch.equal(shares.double().sign(), torch.stack(list(sums.values()), -1).squeeze().sign())
+
+
+@pytest.mark.parametrize("name", ["late", "state", "policy"])
+def test_the_ledger_has_a_row_for_each_input(name: str) -> None:
+    model, inputs = case(name)
+    result = saliency.LRP(model).attribute(inputs, target_of(name))
+    first, *_ = result.values()
+    floats = [key for key, own in inputs.items() if isinstance(own, Tensor)]
+    assert list(first.ledger_names[: len(floats)]) == floats
+    for column, key in enumerate(floats):
+        torch.testing.assert_close(first.ledger[:, column], result.sums[key])
+    torch.testing.assert_close(first.ledger.sum(1) + first.residual, first.scores)
+    assert [row.name for row in saliency.ledger_table(first[0])][: len(floats)] == floats
 
 
 class Weighed(nn.Module):
@@ -507,6 +529,19 @@ def test_each_explanation_is_saved_and_what_takes_one_image_says_so(tmp_path: Pa
             refused()
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
+@pytest.mark.parametrize("name", ["late", "policy", "views"])
+def test_results_can_be_copied_and_pickled(name: str, duplicate: Any) -> None:
+    views: tuple[nn.Module, Any] = MultiView(), Views(torch.randn(1, 2, 3, 12, 16))
+    model, inputs = views if name == "views" else case(name)
+    method = saliency.InputXGradient(model)
+    result = method.attribute(inputs, target_of(name))
+    copied, held = duplicate(result), duplicate(result.hold(next(iter(result))))
+    assert copied.shares == result.shares
+    copied_map = method.attribute(held, target_of(name)).values
+    assert torch.equal(copied_map, result[next(iter(result))].values)
+
+
 class Stacked(nn.Module):
     """Cameras that are stacked, and then read one by one by an encoder each, or by one for all."""
 
@@ -612,6 +647,85 @@ def test_a_place_is_in_pixels_of_the_first_photo_for_all_inputs() -> None:
         )
         scores = [own.scores for own in result.values()]
         assert torch.equal(*scores)
+
+
+class Formatted(nn.Module):
+    """A policy of two cameras and an instruction in the formats of others: a list of cameras with masks; nested
+    mappings; and all cameras in one tensor (N, V, C, H, W)."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def run(self, cameras: Any, instruction: Tensor) -> Tensor:
+        out: Tensor = self.policy(dict(zip(CAMERAS, cameras, strict=True)) | {INSTRUCTION: instruction})
+        return out
+
+
+class Listed(Formatted):
+    def forward(self, images: list[Tensor], img_masks: list[Tensor], state: Tensor) -> Tensor:
+        shown = (x * mask[:, None, None, None] for x, mask in zip(images, img_masks, strict=True))
+        return self.run(shown, state)
+
+
+class Nested(Formatted):
+    def forward(self, observation: dict[str, Any]) -> Tensor:
+        return self.run([observation["images"][name] for name in ("top", "wrist")], observation["state"])
+
+
+class Joined(Formatted):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.run(batch["observation.images"].unbind(1), batch["state"])
+
+
+@pytest.mark.parametrize("name", ["input_x_gradient", "integrated_gradients", "occlusion", "attention_rollout"])
+def test_the_formats_of_policies_give_the_same_maps_and_shares(name: str) -> None:
+    policy = saliency.load("shapes_policy")
+    drawn = saliency.testbed.draw_cameras(2, seed=1_000_000).inputs
+    cameras, state = [drawn[camera] / 127.5 - 1 for camera in CAMERAS], drawn[INSTRUCTION]
+    target = saliency.value(3, 0)
+    options: Any = {"integrated_gradients": {"steps": 3}, "occlusion": {"window": 32, "stride": 32}}
+
+    def explained(model: nn.Module, inputs: Any) -> Any:
+        return saliency.METHODS[name](model, **options.get(name, {})).attribute(inputs, target)
+
+    expected = explained(policy, dict(zip(CAMERAS, cameras, strict=True)) | {INSTRUCTION: state})
+    masks = [torch.ones(2, dtype=torch.bool)] * 2
+    for model, inputs in (
+        (Listed(policy), {"images": tuple(cameras), "img_masks": masks, "state": state}),
+        (Listed(policy), (tuple(cameras), masks, state)),
+        (Nested(policy), {"images": dict(zip(("top", "wrist"), cameras, strict=True)), "state": state}),
+        (Joined(policy), {"observation.images": Views(torch.stack(cameras, 1)), "state": state}),
+    ):
+        result = explained(model, inputs)
+        assert all("images." in key for key in result)
+        for own, other in zip(result.values(), expected.values(), strict=True):
+            torch.testing.assert_close(own.values, other.values)
+        for own_sum, other_sum in zip(result.sums.values(), expected.sums.values(), strict=True):
+            torch.testing.assert_close(own_sum, other_sum)
+
+
+def test_cameras_in_a_list_or_in_one_tensor_are_refused_with_the_cure() -> None:
+    model, cameras, state = Joined(nn.Conv2d(3, 2, 3)), torch.randn(1, 2, 3, 8, 8), torch.randn(1, 2, 4)
+    for images, cure in ((cameras, r"saliency.Views\(x\)"), ([*cameras.unbind(1)], "pass a tuple if .* one case")):
+        with pytest.raises(ImageError, match=f"observation.images: .*{cure}"):
+            saliency.GradCAM(model).attribute({"observation.images": images, "state": state}, 0)
+
+
+def test_a_refused_input_is_named() -> None:
+    model, inputs = case("early")
+    with pytest.raises(ModelError, match=r"refused an input of rgb 2x3x16x20 .* and depth 2x1x8x8 "):
+        saliency.VanillaGradient(model).attribute({"rgb": inputs["rgb"], "depth": inputs["depth"][..., :8, :8]}, 1)
+    late, images = case("late")
+    with pytest.raises(ModelError, match=r"depth 2x1x12x16 \(int64 on cpu\): .*; pass depth as a float tensor$"):
+        saliency.VanillaGradient(late).attribute({**images, "depth": images["depth"].long()}, 1)
+    for one in (saliency.testing.tiny_model(), saliency.load("efficientnet_lite0")):
+        with pytest.raises(ModelError, match="it got a mapping of rgb, depth: pass one image if it takes one"):
+            saliency.VanillaGradient(one).attribute(inputs, 1)
+    other, cameras = case("policy")
+    wrong = {**cameras, "observation.state": cameras["observation.state"].long()}
+    with pytest.raises(ModelError, match=r"observation.state 2x4 \(int64 on cpu\)"):
+        saliency.VanillaGradient(other).attribute(wrong, target_of("policy"))
 
 
 def test_a_traced_model_takes_a_tuple_of_images_as_a_batch() -> None:

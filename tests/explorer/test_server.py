@@ -406,11 +406,13 @@ def test_the_command_takes_a_model_a_folder_or_both(
     assert (known["port"], known["options"], known["browser"], known["compile"]) == (9, {"steps": 3}, False, True)
 
 
-def test_the_command_takes_named_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_named_inputs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known: dict[str, Any] = {}
     monkeypatch.setattr("saliency.explorer.server.serve", given(known))
     assert main(["serve", "shapes_rgbd", "rgb=a.png", "depth=d.npy", "-m", "lrp"]) == 0
     assert known["folder"] == {"rgb": "a.png", "depth": "d.npy"}
+    assert main(["serve", "rgb=a.png", "depth=d.npy"]) == 2
+    assert "rgb=a.png is an input; the model comes first, as in mine.py:make rgb=a.png" in capsys.readouterr().err
 
 
 def test_an_upload_replaces_one_input_of_a_case() -> None:

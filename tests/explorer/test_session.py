@@ -486,7 +486,7 @@ def test_each_input_of_a_case_has_a_map_over_its_image_on_one_scale_and_a_share(
     *_, rgb, depth = answers(session, image=image["image"], methods=[method], target={"class": 1})
     for number, (name, answer) in enumerate({"rgb": rgb, "depth": depth}.items()):
         assert (answer["input"], answer["done"]) == (number, True)
-        assert answer["row"]["share"] == pytest.approx(result.shares[name])
+        assert answer["row"]["shares"] == pytest.approx(result.shares)
         scaled = scale_map(result[name], percentile=None, smoothing=0.005)
         np.testing.assert_allclose(values(answer), scaled.values * scaled.limit, atol=1e-5)
         assert session.picture(image["image"], number).startswith(b"\xff\xd8")
@@ -512,13 +512,17 @@ def test_a_file_that_does_not_fit_its_input_is_refused_in_one_sentence() -> None
     np.save(flat, np.zeros(3, np.float32))
     np.save(two, np.zeros((2, 1, 64, 64), np.float32))
     for content, name, message in [
-        (photo(), "depth.png", "depth: .*preprocess"),
+        (photo(), "depth.png", "depth.png: depth: .*preprocess"),
         (b"no array", "depth.npy", "'depth.npy' cannot be read"),
-        (flat.getvalue(), "depth.npy", r"expected one image for each of rgb, depth, got {'rgb': \(1, 3, 64, 64\)}"),
-        (two.getvalue(), "depth.npy", r"expected one image for each of rgb, depth, got .*\(2, 1, 64, 64\)"),
+        (flat.getvalue(), "depth.npy", r"depth.npy \(3,\): expected one image for each of rgb, depth"),
+        (two.getvalue(), "depth.npy", r"depth.npy \(2, 1, 64, 64\): expected one image for each of rgb, depth"),
     ]:
         with pytest.raises(ImageError, match=message):
             session.open(content, name, case, 1)
+    channels = io.BytesIO()
+    np.save(channels, np.zeros((5, 64, 64), np.float32))
+    with pytest.raises(ModelError, match=r"^d.npy \(5, 64, 64\): the model .* refused an input of depth 1x5x64x64"):
+        session.open(channels.getvalue(), "d.npy", case, 1)
     with pytest.raises(UnknownImageError, match="not in memory"):
         session.open(*encoded("rgb", 1), case="0", index=0)
 
@@ -542,7 +546,8 @@ def test_a_state_stays_as_it_was_given() -> None:
     assert case["top"][0]["target"] == 0
     (answer,) = answers(session, image=case["image"], methods=["input_x_gradient"], target={"class": 0})
     shares = saliency.InputXGradient(session.model).attribute(inputs | {"image": photo(seed=1)}, 0).shares
-    assert answer["row"]["share"] == pytest.approx(shares["image"])
+    assert answer["row"]["shares"] == pytest.approx(shares)
+    assert set(shares) == {"image", "state"}
 
 
 def test_cards_and_files_are_of_one_input_and_figures_of_all() -> None:
@@ -556,11 +561,22 @@ def test_cards_and_files_are_of_one_input_and_figures_of_all() -> None:
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(saved))), np.asarray(expected))
     figure = session.save(asked | {"as": "figure"}, lambda: None)
     assert Image.open(io.BytesIO(cast("bytes", figure))).width > 1000
-    code = cast("str", session.save(asked | {"as": "code"}, lambda: None))
-    assert "result = method.attribute({'depth': ..., 'rgb': ...}, 0)  # your inputs" in code
-    compile(code, "code", "exec")
     card = session.trust(asked | {"seconds": 0.5}, lambda: None)
     assert {"class", "weights"} <= card["trust"].keys()
+
+
+def test_the_code_of_a_case_explains_it_and_draws_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare = {"rgb": saliency.Preprocess(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)), "depth": None}
+    options: Any = {"model": "shapes_rgbd", "preprocess": prepare, "options": {"steps": 4}}
+    session = Session(NetworkOptions(**options, methods=("integrated_gradients",)), scene(0))
+    asked = {"image": session.open(0)["image"], "methods": ["integrated_gradients"], "target": {"class": 2}}
+    code = cast("str", session.save(asked | {"as": "code"}, lambda: None))
+    names: dict[str, Any] = {"inputs": scene(0)}
+    exec(code.replace("{'depth': ..., 'rgb': ...}", "inputs"), names)  # noqa: S102
+    method = saliency.IntegratedGradients(session.model, preprocess=prepare, steps=4)
+    assert names["result"].shares == method.attribute(scene(0), 2).shares
+    assert Path("integrated_gradients.png").is_file()
 
 
 def test_folders_of_each_input_are_offered_as_cases(tmp_path: Path) -> None:

@@ -59,9 +59,6 @@ const isHigherBetter = (metric) => betterOf(metric) !== "lower";
 const orderOf = (metric) => (betterOf(metric) ? "worst first" : "lowest first");
 const metricsOf = (photo, method) => Object.fromEntries(metrics.map((metric) => [metric, shortNumber(valueOf(method, metric, photo.id))]));
 
-/** Return the shares of the inputs of a case, in the order of its images; empty for an image. */
-const sharesText = (row) => Object.entries(row?.shares ?? {}).map(([name, share]) => `${name} ${Math.round(100 * share)} %`).join(", ");
-
 const className = (row) => row?.name ?? (row?.target != null ? `class ${row.target}` : null);
 /** Return the name of a row without the place of its box, for lists of classes. */
 const plainName = (row) => (row?.target_box ? className(row)?.replace(/ at \(.*/s, "") : className(row)) ?? null;

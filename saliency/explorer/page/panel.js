@@ -135,11 +135,12 @@ function createPanel(about, input, { pick, act, chooseBox }) {
       element.classList.remove("stale");
       frame.querySelector(".box")?.remove();
       marks.before(...boxOf(image, row.target_box));
-      const [head, by] = input == null ? [row.name, `by ${method}`] : [`${input}: ${shortNumber(Math.round(100 * row.share))} %`, `${row.name}, by ${method}`];
+      const [head, by] = input == null ? [row.name, `by ${method}`] : [`${input}: ${shortNumber(Math.round(100 * row.shares[input]))} %`, `${row.name}, by ${method}`];
       title.replaceChildren(head, make("small", {}, by));
       notes.replaceChildren(...(row.notes ?? []).map((note) => make("p", { class: "note" }, note)));
       details.replaceChildren(facts({
         class: row.name, probability: probabilityText(row.probability), score: shortNumber(row.score), layer: row.layer,
+        shares: sharesText(row),
         ...settingsOf(row),
         coverage: row.coverage, residual: shortNumber(row.residual),
         ledger: Object.entries(row.ledger ?? {}).map(([name, share]) => `${name} ${shortNumber(share)}`).join(", "),
