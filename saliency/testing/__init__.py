@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from ..aliases import answer_all
 from ..attribution.base import Attribution
 from ..errors import SaliencyWarning, plural
 from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_transformer
@@ -89,3 +90,6 @@ def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] | 
     if failures:
         count = plural(len(failures), "failed check")
         raise AssertionError("\n  ".join([f"{method.__name__}: {count}", *report])) from ExceptionGroup(count, failures)
+
+
+answer_all(__name__)

@@ -494,7 +494,8 @@ class Metric(HasOptions, ABC):
             **context: As for `saliency.metrics.measure`.
         """
         if not isinstance(self, Metric) or cast("Any", explanation) is inspect.Parameter.empty:
-            raise TypeError("measure(explanation) belongs to an object of a metric: Deletion().measure(explanation)")
+            problem = "the explanation is missing" if isinstance(self, Metric) else "it belongs to an object of a metric"
+            raise TypeError(f"{problem}: Deletion().measure(explanation)")
         return measure([self], explanation, **context)[0]
 
     def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
