@@ -147,7 +147,7 @@ def test_every_public_function_answers_foreign_keywords(module: str, name: str) 
     function = getattr(sys.modules[module], name)
     required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     arguments = [None for p in required if p.kind == p.POSITIONAL_OR_KEYWORD]
-    with pytest.raises(TypeError, match='has no (argument|option) "bogus"; '):
+    with pytest.raises(TypeError, match=r'has no (argument|option) "bogus"; '):
         function(*arguments, bogus=1)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, errors_as, warn
 from .atomic_write import ADDRESS, is_address, is_volume
-from .dicom import SUFFIX, holds_series, read_dicom
+from .dicom import SUFFIX, holds_frames, holds_series, read_dicom
 from .geometry import Frame
 from .preprocess import Preprocess, PreprocessLike, TransformPreprocess, as_preprocess, drawable, is_deep, locate
 from .volumes import preprocess_volume, read_volume
@@ -247,8 +247,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
     Paths, files, bytes, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors,
     (C, H, W), (N, C, H, W) or (N, C, D, H, W), are the model's own normalised input. They are used unchanged, and
-    copied only if their device or dtype differs. Paths of volumes (.nii, .nii.gz, .dcm of a series) become such a
-    tensor; see `read_volume` and `preprocess_volume`.
+    copied only if their device or dtype differs. Paths of volumes (.nii, .nii.gz, .dcm of a series or of several
+    frames) become such a tensor; see `read_volume` and `preprocess_volume`.
 
     Args:
         images: One image, or a sequence of images.
@@ -323,8 +323,8 @@ def _pixel_values(features: Mapping[str, Any]) -> Tensor:
 
 def _is_volume(path: str, prepare: Prepare) -> bool:
     """Return whether a path is of a volume, or of a slice of one, unless the preprocessing is of images."""
-    is_slice = path.lower().endswith(SUFFIX) and not isinstance(prepare, Preprocess)
-    return is_volume(path) or (is_slice and holds_series(os.path.dirname(path) or "."))  # noqa: PTH120
+    is_dicom = path.lower().endswith(SUFFIX) and not isinstance(prepare, Preprocess)
+    return is_volume(path) or (is_dicom and (holds_frames(path) or holds_series(os.path.dirname(path) or ".")))  # noqa: PTH120
 
 
 def _is_input(image: ImageLike) -> TypeGuard[Tensor]:

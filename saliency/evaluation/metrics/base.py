@@ -494,7 +494,7 @@ class Metric(HasOptions, ABC):
             **context: As for `saliency.metrics.measure`.
         """
         if not isinstance(self, Metric) or cast("Any", explanation) is inspect.Parameter.empty:
-            problem = "the explanation is missing" if isinstance(self, Metric) else "it belongs to an object of a metric"
+            problem = "the explanation is missing" if isinstance(self, Metric) else "it belongs to an object"
             raise TypeError(f"{problem}: Deletion().measure(explanation)")
         return measure([self], explanation, **context)[0]
 
