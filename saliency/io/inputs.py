@@ -355,8 +355,6 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         raise ImageError(f"{label}; expected (C, H, W), (N, C, H, W) or, for volumes and videos, (N, C, D, H, W)")
     if image.numel() == 0:
         raise ImageError(f"{label} is empty; expected at least one image of at least one pixel")
-    if image.ndim == 3 and image.shape[-1] in (1, 3, 4) and min(image.shape[-3:-1]) > 4:
-        raise ImageError(f"{label} looks like (H, W, C); expected (C, H, W): permute its axes")
     is_plain = type(image).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not is_plain or image.layout != torch.strided or image.is_meta or image.itemsize == 1:
         kind = f"{type(image).__name__} ({image.layout}, on {image.device})"
