@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import tomllib
 from collections.abc import Callable, Collection
 from functools import cache, wraps
@@ -43,26 +44,40 @@ def option_hint(name: str, names: Collection[str]) -> str:
 def answer_keywords(value: _R) -> _R:
     """Return a function or class whose error for an unknown keyword suggests the right one, as for methods.
 
-    Functions that take any keyword, and decorated functions, are returned unchanged: they report unknown keywords
-    themselves.
+    In a class, these are its constructor and `attribute`. Functions that take any keyword, and decorated functions, are
+    returned unchanged: they report unknown keywords themselves.
     """
     public: Any = value
-    call = vars(value).get("__init__") if isinstance(value, type) else value
+    if not isinstance(value, type):
+        return cast("_R", _answering(public, getattr(value, "__name__", "")))
+    for name, title in (("__init__", value.__name__), ("attribute", "attribute")):
+        if name in vars(value):
+            setattr(value, name, _answering(vars(value)[name], title))
+    return value
+
+
+def _answering(call: object, title: str) -> object:
     if not isinstance(call, FunctionType) or hasattr(call, "__wrapped__") or call.__code__.co_flags & CO_VARKEYWORDS:
-        return value
-    names = dict.fromkeys(inspect.signature(public).parameters)
+        return call
+    names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @wraps(call)
     def answered(*arguments: Any, **keywords: Any) -> Any:
         for name in keywords:
             if name not in names:
-                raise TypeError(f'{public.__name__} has no argument "{name}"{option_hint(name, names)}')
+                raise TypeError(f'{title} has no argument "{name}"{option_hint(name, names)}')
         return call(*arguments, **keywords)
 
-    if not isinstance(value, type):
-        return cast("_R", answered)
-    public.__init__ = answered
-    return value
+    return answered
+
+
+def answer_all(module: str) -> None:
+    """Let the public functions of a package that does not load them on first use answer unknown keywords."""
+    public = vars(sys.modules[module])
+    for name, value in [*public.items()]:
+        home = getattr(value, "__module__", "")
+        if isinstance(value, FunctionType) and home.startswith(module) and not name.startswith("_"):
+            vars(sys.modules[home])[name] = public[name] = answer_keywords(value)
 
 
 def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:

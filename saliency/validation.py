@@ -114,6 +114,14 @@ def check_flag(option: str, value: object) -> bool:
     return bool(check_choice(option, value, (True, False)))
 
 
+def check_mask(mask: Any, error: type[SaliencyError]) -> None:
+    """Raise `error` if a tensor has several values other than 0, so that it does not say which pixels are inside."""
+    marked = mask[mask != 0]
+    if bool((marked != marked[:1]).any()):
+        expected = "expected 0 and one other: pass labels == 3, or probabilities > 0.5"
+        raise error(f"the mask has values from {mask.min():.4g} to {mask.max():.4g}; {expected}")
+
+
 def check_path(option: str, value: object) -> Path:
     """Return `value` as a path. Raises MethodError if it is not a path."""
     if not isinstance(value, str | os.PathLike):

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -117,6 +118,8 @@ FOREIGN_KEYWORDS = [
     ("Candidates", "bboxes", 'did you mean "boxes"'),
     ("batch", "output_dir", "it is called out here"),
     ("batch", "method", "it is called methods here"),
+    ("batch.OverlayStyle", "alpha", "it is called opacity here"),
+    ("inspection.activations", "target_layers", "it is called layers here"),
     ("load", "bogus", "the options are name, weights, preprocess, categories"),
 ]
 
@@ -124,12 +127,44 @@ FOREIGN_KEYWORDS = [
 @pytest.mark.parametrize(("function", "keyword", "hint"), FOREIGN_KEYWORDS)
 def test_public_functions_and_classes_answer_foreign_keywords(function: str, keyword: str, hint: str) -> None:
     explanation = saliency.GradCAM(MODEL).attribute(X, 1)
-    with pytest.raises(TypeError, match=rf'{function} has no (argument|option) "{keyword}".*; {hint}'):
-        getattr(saliency, function)(explanation, **{keyword: 1})
+    title = function.rpartition(".")[2]
+    with pytest.raises(TypeError, match=rf'{title} has no (argument|option) "{keyword}".*; {hint}'):
+        attrgetter(function)(saliency)(explanation, **{keyword: 1})
+
+
+PUBLIC = [
+    (module.__name__, name)
+    for module in (saliency, saliency.batch, saliency.inspection, saliency.metrics, saliency.testing, saliency.zoo)
+    for name in getattr(module, "__all__", [name for name in dir(module) if not name.startswith("_")])
+    if inspect.isfunction(function := getattr(module, name))
+    and function.__module__.startswith(module.__name__)
+    and not inspect.getfullargspec(inspect.unwrap(function)).varkw  # these answer their options themselves
+]
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_every_public_function_answers_foreign_keywords(module: str, name: str) -> None:
+    function = getattr(sys.modules[module], name)
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    arguments = [None for p in required if p.kind == p.POSITIONAL_OR_KEYWORD]
+    with pytest.raises(TypeError, match=r'has no (argument|option) "bogus"; '):
+        function(*arguments, bogus=1)
+
+
+WRAPPERS: list[Callable[[], Any]] = [
+    lambda: saliency.Tiled(saliency.GradCAM(MODEL)),
+    lambda: saliency.Together(saliency.GradCAM(MODEL), saliency.LayerCAM(MODEL)),
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_of_methods_answer_foreign_keywords(wrapper: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match='attribute has no argument "additional_forward_args"; it is called forward_ar'):
+        wrapper().attribute(X, additional_forward_args=())
 
 
 def test_functions_that_answer_keywords_keep_their_signature_help_and_pickle() -> None:
-    for function in (saliency.overlay, saliency.heatmap, saliency.load):
+    for function in (saliency.overlay, saliency.heatmap, saliency.load, saliency.inspection.record):
         assert function is pickle.loads(pickle.dumps(function))
         assert "keywords" not in inspect.signature(function).parameters
         assert function.__doc__

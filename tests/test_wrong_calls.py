@@ -84,6 +84,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: API.GradCAM(MODEL, preprocess=partial(_Transform)),
         "class _Transform; call it, as in weights.transforms()",
     ),
+    "a checked object": (lambda: API.testing.check_method(METHOD), "expected the class of a method, such as MyCAM"),
+    "a file of code that is missing": (lambda: API.load("nofile.py:make"), "there is no file nofile.py"),
     "weights by path": (lambda: API.load("best.pt"), "--model mine.py:make --weights best.pt"),
     "a YOLO by path": (lambda: API.load("yolov8n.pt"), "from ultralytics import YOLO"),
     "a function as the model of a run": (lambda: API.batch("assets", "maps", tiny_model), "call it: tiny_model()"),

@@ -542,8 +542,9 @@ class Attribution(HasOptions, ABC):
 
 def _refuse_call(method: object, call: str) -> NoReturn:
     """Raise TypeError: a call lacks an argument, or is on a class, with its first argument as the method."""
-    name = type(method).__name__ if isinstance(method, Attribution) else "GradCAM"
-    raise TypeError(f"{call} belongs to a method of a model: {name}(model).{call}")
+    if isinstance(method, Attribution):
+        raise TypeError(f"an argument is missing: {type(method).__name__}(model).{call}")
+    raise TypeError(f"{call} belongs to a method of a model: GradCAM(model).{call}")
 
 
 def _image_hint(image: object, target: object) -> str:

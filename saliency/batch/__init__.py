@@ -87,7 +87,7 @@ def batch(
 
     Args:
         sources: Folders, files, patterns, lists (.csv, .tsv, .jsonl, .txt) with a path and optionally a target per row,
-            and WebDataset shards (.tar). Images include NIfTI files and DICOM series, see docs/volumes.md, and files at
+            and WebDataset shards (.tar). Images include NIfTI and DICOM files, see docs/volumes.md, and files at
             fsspec addresses (s3://, gs://), see docs/batch.md. For a model with several inputs, a mapping of names to
             sources: files of equal names are a case. Lists may also have a column for each input.
         out: The output folder; created if it does not exist.

@@ -80,8 +80,12 @@ class ImageEntry(NamedTuple):
 
     @property
     def is_volume(self) -> bool:
-        """Whether this is a NIfTI file or a DICOM series."""
-        return is_volume(self.label) or (is_volume(self.label, (".dcm",)) and not is_volume(self.path, (".dcm",)))
+        """Whether this is a NIfTI file, a DICOM series or a DICOM file of several frames."""
+        if not is_volume(self.label, (".dcm",)):
+            return is_volume(self.label)
+        from ..io.dicom import holds_frames  # imports NumPy and Pillow, which usage errors do not need
+
+        return not is_volume(self.path, (".dcm",)) or holds_frames(self.path)
 
     def to_json(self) -> str:
         """Return the entry as one line of ASCII, including undecodable bytes of file names."""

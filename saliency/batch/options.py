@@ -13,6 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from ..aliases import answer_keywords
 from ..validation import check_choice, check_integer, check_number, described
 from .failures import BatchError
 
@@ -87,6 +88,7 @@ class Summary:
     repeated: Counter[str] = field(default_factory=Counter)
 
 
+@answer_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlayStyle:
     """Style of overlays; see `saliency.overlay`.

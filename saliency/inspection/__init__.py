@@ -13,7 +13,7 @@ The model and the `.grad` of its parameters are left unchanged.
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ..aliases import public_hint
+from ..aliases import answer_all, public_hint
 from . import edit_rules as edit_rules
 from .activations import activations as activations
 from .edit import Editing as Editing
@@ -34,6 +34,8 @@ from .statistics import LayerActivations as LayerActivations
 from .statistics import LayerGradients as LayerGradients
 from .statistics import activation_statistics as activation_statistics
 from .statistics import gradient_statistics as gradient_statistics
+
+answer_all(__name__)
 
 if not TYPE_CHECKING:
 

@@ -1,4 +1,4 @@
-"""Read DICOM files of one image, and distinguish them from the slices of a series. It needs no torch."""
+"""Read DICOM files of one image, and distinguish them from slices and volumes. It needs no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ from ..errors import DependencyError, ImageError, optional_import
 
 SUFFIX = ".dcm"
 _HEADERS = 8  # files whose headers are read
+
+
+def holds_frames(path: str) -> bool:
+    """Return whether a DICOM file holds several frames, which are a volume."""
+    try:
+        return _count_frames(path, os.stat(path).st_mtime_ns) > 1  # noqa: PTH116 - a path may hold undecodable bytes
+    except (OSError, DependencyError):
+        return False
+
+
+@lru_cache(4096)
+def _count_frames(path: str, _changed: int) -> int:
+    dicom = optional_import("pydicom", "volumes", "a DICOM file")
+    with suppress(Exception):  # a damaged file is an error when it is opened
+        header = dicom.dcmread(path, stop_before_pixels=True, specific_tags=["NumberOfFrames"])
+        return int(header.get("NumberOfFrames") or 1)
+    return 1
 
 
 def holds_series(folder: str) -> bool:
@@ -53,7 +70,8 @@ def read_dicom(file: IO[bytes], name: str, max_pixels: int) -> Image.Image:
     except Exception as error:
         raise ImageError(f"{name!r} is a DICOM file that is damaged or holds no image") from error
     if frames > 1:
-        raise ImageError(f"{name!r} has {frames} frames, a volume; convert it to NIfTI, for example by dcm2niix")
+        cure = "one frame is an image: pydicom.pixels.pixel_array(file)[0]"
+        raise ImageError(f"{name!r} has {frames} frames, a volume, which this model does not take; {cure}")
     if size[0] * size[1] > max_pixels:
         raise ImageError(f"{name!r} has {size[0]} x {size[1]} pixels, more than the limit of {max_pixels}")
     try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, errors_as, warn
 from .atomic_write import ADDRESS, is_address, is_volume
-from .dicom import SUFFIX, holds_series, read_dicom
+from .dicom import SUFFIX, holds_frames, holds_series, read_dicom
 from .geometry import Frame
 from .preprocess import Preprocess, PreprocessLike, TransformPreprocess, as_preprocess, drawable, is_deep, locate
 from .volumes import preprocess_volume, read_volume
@@ -247,8 +247,8 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
 
     Paths, files, bytes, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors,
     (C, H, W), (N, C, H, W) or (N, C, D, H, W), are the model's own normalised input. They are used unchanged, and
-    copied only if their device or dtype differs. Paths of volumes (.nii, .nii.gz, .dcm of a series) become such a
-    tensor; see `read_volume` and `preprocess_volume`.
+    copied only if their device or dtype differs. Paths of volumes (.nii, .nii.gz, .dcm of a series or of several
+    frames) become such a tensor; see `read_volume` and `preprocess_volume`.
 
     Args:
         images: One image, or a sequence of images.
@@ -323,8 +323,8 @@ def _pixel_values(features: Mapping[str, Any]) -> Tensor:
 
 def _is_volume(path: str, prepare: Prepare) -> bool:
     """Return whether a path is of a volume, or of a slice of one, unless the preprocessing is of images."""
-    is_slice = path.lower().endswith(SUFFIX) and not isinstance(prepare, Preprocess)
-    return is_volume(path) or (is_slice and holds_series(os.path.dirname(path) or "."))  # noqa: PTH120
+    is_dicom = path.lower().endswith(SUFFIX) and not isinstance(prepare, Preprocess)
+    return is_volume(path) or (is_dicom and (holds_frames(path) or holds_series(os.path.dirname(path) or ".")))  # noqa: PTH120
 
 
 def _is_input(image: ImageLike) -> TypeGuard[Tensor]:
@@ -355,8 +355,6 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
         raise ImageError(f"{label}; expected (C, H, W), (N, C, H, W) or, for volumes and videos, (N, C, D, H, W)")
     if image.numel() == 0:
         raise ImageError(f"{label} is empty; expected at least one image of at least one pixel")
-    if image.ndim == 3 and image.shape[-1] in (1, 3, 4) and min(image.shape[-3:-1]) > 4:
-        raise ImageError(f"{label} looks like (H, W, C); expected (C, H, W): permute its axes")
     is_plain = type(image).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not is_plain or image.layout != torch.strided or image.is_meta or image.itemsize == 1:
         kind = f"{type(image).__name__} ({image.layout}, on {image.device})"

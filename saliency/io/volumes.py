@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import ImageError, errors_as, optional_import
 from .atomic_write import SOFTWARE, is_volume
+from .dicom import holds_frames
 from .preprocess import Preprocess, TransformPreprocess
 
 _PROBES, _ENOUGH = 32, 10
@@ -48,13 +49,13 @@ class Volume(NamedTuple):
 
 
 def read_volume(path: str | os.PathLike[str]) -> Volume:
-    """Read a NIfTI file, (X, Y, Z) or (X, Y, Z, C), or the DICOM series of a folder.
+    """Read a NIfTI file, (X, Y, Z) or (X, Y, Z, C), the DICOM series of a folder, or a DICOM file of several frames.
 
-    The slices of a series are sorted by their positions along their normal, and rescaled to their units (for CT,
-    Hounsfield units). Columns, rows and slices are the axes I, J and K.
+    Slices and frames are sorted by their positions along their normal, and rescaled to their units (for CT, Hounsfield
+    units). Columns, rows and slices are the axes I, J and K.
 
     Args:
-        path: The file, the folder of a series (.dcm files), or one file in it.
+        path: The file, the folder of a series (.dcm files), or one slice in it.
 
     Raises:
         DependencyError: The extra `volumes` is not installed.
@@ -63,7 +64,7 @@ def read_volume(path: str | os.PathLike[str]) -> Volume:
     """
     name = os.fsdecode(path)
     with errors_as(ImageError, f"{name!r} cannot be read"):
-        return _read_nifti(name) if is_volume(name) else _read_series(Path(name))
+        return _read_nifti(name) if is_volume(name) else _read_dicom(Path(name))
 
 
 def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess | None) -> Tensor:
@@ -174,28 +175,59 @@ def _read_nifti(path: str) -> Volume:
     return Volume(channels.contiguous(), image.affine)
 
 
-def _read_series(path: Path) -> Volume:
-    dicom = optional_import("pydicom", "volumes", "a DICOM series")
-    folder = path if path.is_dir() else path.parent
-    files = [file for file in folder.iterdir() if is_volume(file.name, (".dcm",)) and not file.name.startswith(".")]
-    slices = [dicom.dcmread(file) for file in files]
-    series = {part.SeriesInstanceUID for part in slices}
-    if len(series) != 1 or len(slices) < 2:
-        problem = f"has {len(slices)} files .dcm of {len(series)} series"
-        raise ImageError(f"{str(folder)!r} {problem}; expected the slices of one series in a separate folder")
-    across, down = np.reshape(slices[0].ImageOrientationPatient, (2, 3)).astype(float)
-    slices.sort(key=lambda part: float(np.dot(np.cross(across, down), part.ImagePositionPatient)))
-    rows = [(part.Rows, part.Columns, *part.PixelSpacing, *part.ImageOrientationPatient) for part in slices]
+def _read_dicom(path: Path) -> Volume:
+    dicom, pixels = (optional_import(name, "volumes", "a DICOM series") for name in ("pydicom", "pydicom.pixels"))
+    if path.is_file() and holds_frames(os.fspath(path)):
+        file = dicom.dcmread(path)
+        slices = _read_frames(dicom, file, pixels.pixel_array(file))
+    else:
+        path = path if path.is_dir() else path.parent
+        files = [file for file in path.iterdir() if is_volume(file.name, (".dcm",)) and not file.name.startswith(".")]
+        parts = [dicom.dcmread(file) for file in files]
+        series = {part.SeriesInstanceUID for part in parts}
+        if len(series) != 1 or len(parts) < 2:
+            problem = f"has {len(parts)} files .dcm of {len(series)} series"
+            raise ImageError(f"{str(path)!r} {problem}; expected the slices of one series in a separate folder")
+        slices = [(part, part.pixel_array) for part in parts]
+    first = slices[0][0]
+    across, down = np.reshape(first.ImageOrientationPatient, (2, 3)).astype(float)
+    normal = np.cross(across, down)
+    slices.sort(key=lambda entry: float(np.dot(normal, entry[0].ImagePositionPatient)))
+    rows = [(part.Rows, part.Columns, *part.PixelSpacing, *part.ImageOrientationPatient) for part, _ in slices]
     shapes = np.array(rows, float)
-    positions = np.array([part.ImagePositionPatient for part in slices], float)
+    positions = np.array([part.ImagePositionPatient for part, _ in slices], float)
     steps = np.diff(positions, axis=0)
     step = steps.mean(0)
     if np.abs(steps - step).max() >= 0.02 * np.linalg.norm(step) or not np.allclose(shapes, shapes[0], atol=1e-3):
         problem = f"its {len(slices)} slices differ in size or direction, or are not evenly spaced"
-        raise ImageError(f"{str(folder)!r}: {problem} (a slice may be missing); convert the series to NIfTI")
-    apply_rescale = optional_import("pydicom.pixels", "volumes", "a DICOM series").apply_rescale
-    planes = [np.float32(apply_rescale(part.pixel_array, part)).T for part in slices]
+        raise ImageError(f"{str(path)!r}: {problem} (a slice may be missing); convert it to NIfTI")
+    planes = [np.float32(pixels.apply_rescale(plane, part)).T for part, plane in slices]
+    values = torch.from_numpy(np.stack(planes, -1))  # (I, J, K), or (C, I, J, K) of colours
     affine = np.eye(4)
-    spacing = slices[0].PixelSpacing  # the distance of rows, then of columns
-    affine[:3] = np.stack([across * spacing[1], down * spacing[0], step, positions[0]], 1)
-    return Volume(torch.from_numpy(np.stack(planes, -1))[None], np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine)  # from LPS
+    # The spacing of pixels is the distance of rows, then of columns.
+    affine[:3] = np.stack([across * first.PixelSpacing[1], down * first.PixelSpacing[0], step, positions[0]], 1)
+    affine = np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine  # from LPS
+    return Volume(values if values.ndim == 4 else values[None], affine)
+
+
+def _read_frames(dicom: Any, file: Any, planes: NDArray[Any]) -> list[tuple[Any, NDArray[Any]]]:
+    """Return the frames of a file, each with the attributes of a slice: of the file, of all frames, and of this frame.
+
+    Frames without positions, as of a dose or a video, lie along their normal.
+    """
+    shared, by_frame = (file.get(f"{name}FunctionalGroupsSequence") for name in ("Shared", "PerFrame"))
+    spacing = float(file.get("SpacingBetweenSlices") or file.get("SliceThickness") or 1)
+    offsets = file.get("GridFrameOffsetVector") or np.arange(len(planes)) * spacing
+    origin, frames = np.array(file.get("ImagePositionPatient", (0, 0, 0)), float), []
+    for number, plane in enumerate(planes):
+        left_out = ("PixelData", "ImagePositionPatient")
+        part = dicom.Dataset({part.tag: part for part in file if part.VR != "SQ" and part.keyword not in left_out})
+        part.setdefault("PixelSpacing", [1, 1])
+        part.setdefault("ImageOrientationPatient", [1, 0, 0, 0, 1, 0])
+        groups = [*(shared[0] if shared else ()), *(by_frame[number] if by_frame else ())]
+        part.update({element.tag: element for group in groups for item in group.value for element in item})
+        if "ImagePositionPatient" not in part:
+            normal = np.cross(*np.reshape(part.ImageOrientationPatient, (2, 3)).astype(float))
+            part.ImagePositionPatient = (origin + float(offsets[number]) * normal).tolist()
+        frames.append((part, plane))
+    return frames

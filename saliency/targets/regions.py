@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import NotFoundError, TargetError
 from ..io.axes import along_rows, max_pool
 from ..io.geometry import Geometry
-from ..validation import check_choice, described, is_integer
+from ..validation import check_choice, check_mask, described, is_integer
 from .boxes import BoxTarget, as_place, as_text, require_inside
 from .candidates import CandidatesFunction, check_read
 from .classes import class_index, class_name, output_tensor, require_class, threshold
@@ -331,10 +331,7 @@ def region(label: int | str, where: Any = "predicted") -> Target:
     pixels = tensor.detach().as_subclass(Tensor)
     if pixels.dim() == 1:
         return Region(label=label, position=as_place("where", pixels, 2 if len(pixels) == 2 else 4))
-    marked = pixels[pixels != 0]
-    if bool((marked != marked[:1]).any()):
-        expected = "expected 0 and one other: pass labels == 3, or probabilities > 0.5"
-        raise TargetError(f"the mask has values from {pixels.min():.4g} to {pixels.max():.4g}; {expected}")
+    check_mask(pixels, TargetError)
     return Region(label=label, where=pixels)
 
 

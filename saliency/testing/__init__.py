@@ -18,12 +18,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from ..aliases import answer_all
 from ..attribution.base import Attribution
-from ..errors import SaliencyWarning, plural
+from ..errors import MethodError, SaliencyWarning, plural
+from ..validation import described
 from .case import Check, MethodCase, images, tiny_model, tiny_model_for, tiny_transformer
 from .checks import CHECKS
 from .saved import assert_same_explanation
@@ -53,7 +55,12 @@ def checks(
             with several kinds of ReLU, global average pooling and a linear head; for a method that needs attention, a
             small transformer.
         options: Options of the method's constructor, with layers by name. They extend the method's `preview_options`.
+
+    Raises:
+        MethodError: `method` is not the class of a method.
     """
+    if not isinstance(cast("object", method), type):
+        raise MethodError(f"expected the class of a method, such as MyCAM, got {described(method)}")
     case = MethodCase(method, {**method.preview_options, **options}, model or tiny_model_for(method))
     return [(name, partial(_without_warnings, check, case)) for name, check in CHECKS.items()]
 
@@ -89,3 +96,6 @@ def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] | 
     if failures:
         count = plural(len(failures), "failed check")
         raise AssertionError("\n  ".join([f"{method.__name__}: {count}", *report])) from ExceptionGroup(count, failures)
+
+
+answer_all(__name__)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..aliases import answer_all
 from ..attribution.options import is_per_input
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
@@ -152,3 +153,6 @@ def _find(name: str) -> tuple[ShapesNetworks | Torchvision | Timm | OpenClip | H
     bare = name.rpartition("/")[2]
     names = [bare_name for library in libraries for bare_name in library.names(tags="." in bare)]
     raise ModelError(f'no model "{name}"{did_you_mean(bare, names) or "; `saliency models` lists them"}')
+
+
+answer_all(__name__)

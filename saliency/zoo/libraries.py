@@ -294,9 +294,11 @@ class PythonModel:
             ModelError: The code raises an error, or does not give a model.
         """
         module, _, attribute = name.partition(":")
+        is_file = module.endswith(".py")
+        if is_file and not Path(module).is_file():
+            raise ModelError(f"there is no file {module}")
         with _user_code(module):
             # A file is not importable elsewhere: under this name, its classes are pickled with their code for workers.
-            is_file = module.endswith(".py")
             names = runpy.run_path(module, run_name=f"<{module}>") if is_file else vars(import_module(module))
             value: Any = names.get(attribute)
             model = value() if callable(value) and not isinstance(value, nn.Module) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,40 @@ def write_series(folder: Path, numbers: Sequence[int] = (3, 0, 4, 1, 2), series:
         file.PixelData = (dark()[:, :, k].T * 1000 + 512).astype(np.uint16).tobytes()
         file.save_as(folder / f"{name}{series[-1]}.dcm", enforce_file_format=True)
     return folder
+
+
+def write_frames(path: Path, kind: str) -> Path:
+    """Write the volume of `write_series` as one file, with its slices in another order if their positions are given."""
+    parts = [pydicom.dcmread(file) for file in sorted(write_series(path.parent / "slices").iterdir())]
+    shutil.rmtree(path.parent / "slices")
+    ordered = sorted(parts, key=lambda part: -part.InstanceNumber)
+    file, geometry = parts[0], ("PixelSpacing", "ImageOrientationPatient", "RescaleSlope", "RescaleIntercept")
+    if kind == "enhanced":
+        file.SharedFunctionalGroupsSequence = [_groups(file, *geometry)]
+        file.PerFrameFunctionalGroupsSequence = [_groups(part, "ImagePositionPatient") for part in parts]
+        for name in (*geometry, "ImagePositionPatient"):
+            delattr(file, name)
+    else:
+        file.ImagePositionPatient = ordered[0].ImagePositionPatient
+        if kind == "offsets":
+            file.GridFrameOffsetVector, file.SliceThickness = [3 * number for number in range(len(parts))], 9
+        else:
+            file.SliceThickness = 3
+    frames = parts if kind == "enhanced" else ordered
+    file.NumberOfFrames, file.PixelData = len(parts), b"".join(part.PixelData for part in frames)
+    file.save_as(path, enforce_file_format=True)
+    return path
+
+
+def _groups(part: Any, *names: str) -> Any:
+    """A group for each attribute, as of an enhanced file."""
+    group = pydicom.Dataset()
+    for name, sequence in zip(names, ("PixelMeasures", "PlaneOrientation", "PixelValueTransformation"), strict=False):
+        item = pydicom.Dataset()
+        for attribute in (name, *(("RescaleIntercept",) if name == "RescaleSlope" else ())):
+            setattr(item, attribute, getattr(part, attribute))
+        setattr(group, ("PlanePosition" if name == "ImagePositionPatient" else sequence) + "Sequence", [item])
+    return group
 
 
 def world(affine: NDArray[np.float64], index: Sequence[int]) -> list[float]:
@@ -299,6 +334,27 @@ def test_a_volume_has_no_trust_card(tmp_path: Path) -> None:
     assert "no trust card: metrics and trust cards" in rows(tmp_path / "out")[0]["error"]
 
 
+@pytest.mark.parametrize("kind", ["enhanced", "offsets", "thickness"])
+def test_a_dicom_file_of_several_frames_is_the_volume_of_its_slices(tmp_path: Path, kind: str) -> None:
+    path = write_frames(tmp_path / "in" / "ct.dcm", kind)
+    of_frames, of_series = read_volume(path), read_volume(write_series(tmp_path / "series"))
+    assert torch.equal(of_frames.values, of_series.values)
+    assert np.allclose(of_frames.affine, of_series.affine, atol=1e-4)
+    explanation = saliency.METHODS["input_x_gradient"](Squares()).attribute(path, 0)
+    (heat,) = explained(tmp_path / "in", tmp_path / "out")
+    assert heat.shape == explanation.input_size == SIZE
+    assert np.allclose(heat.affine, of_series.affine, atol=1e-4)
+    assert np.allclose(heat.get_fdata(), explanation.values[0, 0])
+
+
+def test_a_video_of_dicom_has_its_colours_as_channels() -> None:
+    path = Path(pydicom.__file__).parent / "data" / "test_files" / "SC_rgb_rle_2frame.dcm"
+    frames = pydicom.pixels.pixel_array(path)  # (2, H, W, 3)
+    volume = read_volume(path)
+    assert np.array_equal(volume.values, frames.transpose(3, 2, 1, 0))
+    assert np.array_equal(volume.affine, np.diag([-1.0, -1.0, 1.0, 1.0]))
+
+
 def test_explain_on_the_command_line_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import tests.batch.test_volumes as own\nmodel = own.Squares()\nmodel.preprocess = lambda volume: 3 * volume\n"
@@ -377,7 +433,7 @@ def test_xrays_of_a_folder_are_images_and_a_slice_is_one_for_a_model_of_images(t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"NumberOfFrames": 3}, "has 3 frames, a volume; convert it to NIfTI"),
+        ({"NumberOfFrames": 3}, r"has 3 frames, a volume, .*: pydicom.pixels.pixel_array\(file\)\[0\]"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "of the kind PALETTE COLOR; convert it to PNG"),
         ({"Rows": 9999}, "cannot be decoded .* decompress it"),
     ],

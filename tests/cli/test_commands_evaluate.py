@@ -19,6 +19,7 @@ from saliency.batch import folder_evaluation
 from saliency.batch import run as batch_run
 from saliency.batch.run import interruption
 from saliency.cli import main
+from saliency.errors import warn
 from saliency.evaluation.comparison import MetricResult, measure_image
 from saliency.evaluation.metrics.faithfulness import Deletion
 from saliency.metrics import measure
@@ -61,6 +62,19 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 def content(tmp_path: Path) -> dict[str, Any]:
     read: dict[str, Any] = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     return read
+
+
+def test_a_warning_of_a_metric_names_the_image_that_is_measured(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned(name: str, *arguments: Any, **options: Any) -> list[MetricResult]:
+        warn(f"the map of {name} is flat")
+        return measure_image(name, *arguments, **options)
+
+    monkeypatch.setattr(folder_evaluation, "measure_image", warned)
+    err = run(source, "-m", "grad_cam")[2]
+    names = sorted(path.stem for path in source.iterdir())
+    assert sorted(err.splitlines()) == [f"warning: {name}.png: the map of {name} is flat" for name in names]
 
 
 def test_a_folder_becomes_a_table_a_page_and_a_file_of_values(run: Run, source: Path, tmp_path: Path) -> None:

@@ -512,7 +512,6 @@ def test_nan_and_infinity_are_refused_with_the_image_they_are_in(value: float) -
         (torch.zeros(3, 0, 8), "is empty"),
         (torch.zeros(8, 8), r"expected \(C, H, W\), \(N, C, H, W\) or"),
         (torch.zeros(1, 1, 1, 3, 8, 8), r"shape \(1, 1, 1, 3, 8, 8\)"),
-        (torch.zeros(8, 8, 3), r"looks like \(H, W, C\)"),
         (torch.zeros(3, 8, 8, dtype=torch.int32), "torch.int32"),
         (torch.zeros(3, 8, 8, dtype=torch.bool), "torch.bool"),
         (torch.zeros(3, 8, 8, dtype=torch.complex64), "torch.complex64"),
@@ -621,6 +620,7 @@ def test_files_that_are_no_images_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_batch_of_narrow_images_is_taken_and_a_refusing_model_gets_the_hint(width: int) -> None:
     x = torch.randn(2, 8, 8, width)
     assert torch.equal(read(x).inputs, x)
+    assert torch.equal(read(x[0]).inputs, x[:1])
     with pytest.raises(ModelError, match=r"looks like \(N, H, W, C\): pass x.permute"):
         call(torch.nn.Conv2d(3, 1, 1), (x,))
 

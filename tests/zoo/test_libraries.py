@@ -84,7 +84,7 @@ def test_a_module_gives_a_model_and_a_checkpoint_its_weights(tmp_path: Path) -> 
         ("mine.py:mak", 'no model "mak" .*; did you mean "make"'),
         ("mine.py:number", "it is a int"),
         ("mine.py", "pass FILE.py:NAME"),
-        ("gone.py:make", "FileNotFoundError"),
+        ("gone.py:make", "there is no file"),
         ("no.such.module:make", "No module named 'no'"),
     ],
 )

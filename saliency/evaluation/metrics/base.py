@@ -35,7 +35,7 @@ from ...targets.question import Question
 from ...targets.regions import Keypoint, Region
 from ...targets.similarity import ITSELF, SelfSimilarity, similarity
 from ...targets.words import Words
-from ...validation import Registry, check_choice, check_integer, described
+from ...validation import Registry, check_choice, check_integer, check_mask, described
 
 ScoreKind = Literal["probability", "explained"]
 _T = TypeVar("_T")
@@ -172,7 +172,7 @@ class Subject(SharedResults):
         inputs: The images, for explanations of tensors, which do not keep them; or the answer, for words of an answer;
             or `result.hold(name)`, for an image of a model with several inputs.
         target: The target, if it is not a class.
-        masks: (N, H, W) of bool, the pixels of the object, for metrics of localisation.
+        masks: (N, H, W), not 0 in the pixels of the object, for metrics of localisation.
         reference: Another explanation of the same images, for metrics of agreement.
         score: The score that perturbed images get.
         seed: The seed of all draws.
@@ -373,7 +373,7 @@ class Subject(SharedResults):
 
     @cached_property
     def masks(self) -> Tensor:
-        """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or have other sizes."""
+        """The pixels of the object (N, H, W) of bool. Raises MethodError if they were not given or are no masks."""
         if self._masks is None:
             hint = "pass masks=... of shape (N, H, W)"
             note = "; the explained position is not ground truth: take an annotation, or another model"
@@ -381,11 +381,12 @@ class Subject(SharedResults):
         size = self.explanation.input_size
         kind = "a tensor or an array (N, H, W) of bool (saliency evaluate --objects reads files)"
         with errors_as(MethodError, f"masks={described(self._masks)}: expected {kind}"):
-            masks = torch.as_tensor(self._masks, device=self.explanation.values.device).bool()
+            masks = torch.as_tensor(self._masks, device=self.explanation.values.device)
+        check_mask(masks, MethodError)
         if masks.shape[-2:] != size or masks.numel() != len(self.explanation) * size[0] * size[1]:
             expected = (len(self.explanation), *size)
             raise MethodError(f"the masks have shape {tuple(masks.shape)}; expected {expected}, as the model sees them")
-        return masks.view(-1, *size)
+        return masks.bool().view(-1, *size)
 
     @cached_property
     def reference(self) -> Explanation:
@@ -494,7 +495,8 @@ class Metric(HasOptions, ABC):
             **context: As for `saliency.metrics.measure`.
         """
         if not isinstance(self, Metric) or cast("Any", explanation) is inspect.Parameter.empty:
-            raise TypeError("measure(explanation) belongs to an object of a metric: Deletion().measure(explanation)")
+            problem = "the explanation is missing" if isinstance(self, Metric) else "it belongs to an object"
+            raise TypeError(f"{problem}: Deletion().measure(explanation)")
         return measure([self], explanation, **context)[0]
 
     def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
