@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..attribution.explanation import Explanation
 from ..attribution.features import features
-from ..attribution.heatmap import heatmap, reduced_maps, resized
+from ..attribution.heatmap import reduced_maps, resized
 from ..errors import optional_import, plural
 from ..evaluation.comparison import LEVEL, holm
 from ..hooks.manager import HookManager
@@ -42,7 +42,7 @@ from ..tables import Column, Table, number, share
 from ..validation import check_integer
 from .failures import BatchError
 from .report import report
-from .runs import SavedRun, write_page
+from .runs import SavedRun, on_grid, write_page
 from .store import GROUPS, GROUPS_CSV
 
 View = Literal["channels", "places"]
@@ -150,7 +150,8 @@ def _vectors(run: SavedRun, view: View) -> tuple[dict[tuple[str, str], _Array], 
     """Return the vector and the map (GRID, GRID) of each image and method."""
     vectors, maps = {}, {}
     for key, explanation, values in _weighted(run, view):
-        cells = heatmap(explanation, size=(GRID, GRID))[0].double().numpy().clip(0)
+        row = run.rows[key]
+        cells = on_grid(explanation, row["box"], (0, 0, row["width"], row["height"]), GRID).numpy().clip(0)
         maps[key] = cells / max(cells.sum(), 1e-30)
         vector = maps[key].ravel() if values is None else values
         vectors[key] = vector / max(float(np.linalg.norm(vector)), 1e-30)
@@ -162,7 +163,7 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
     if view == "places":
         yield from ((key, run.load(key), None) for key in run.rows)
         return
-    options, model, entries = run.network("--view places needs no model")
+    options, model = run.network("--view places needs no model")
     given, outputs = run.head["fingerprint"]["target"], deque[Any](maxlen=1)
     batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
     for key, row in run.rows.items():
@@ -171,12 +172,12 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
     for (layer, _), keys in batches.items():
         for start in range(0, len(keys), TOGETHER):
             part = keys[start : start + TOGETHER]
-            images = [drawable(entries[name].open()) for name, _ in part]
+            images = [drawable(run.entries[name].open()) for name, _ in part]
             with HookManager(persistent=True) as hooks:
                 hooks.observe(model, outputs.append)
                 read = features(model, images, layer, preprocess=options.preprocess, whole=options.whole)
             for key, top in zip(part, _top_classes(outputs.pop()), strict=False):
-                is_labelled = (given, entries[key[0]].target) != (None, None)  # else the top class was explained
+                is_labelled = (given, run.entries[key[0]].target) != (None, None)  # else the top class was explained
                 if is_labelled and run.rows[key]["target"] is not None:
                     run.rows[key]["is_top"] = top == run.rows[key]["target"]
             for key, values in zip(part, read.values, strict=True):  # (K, h, w)

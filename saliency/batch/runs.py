@@ -37,11 +37,10 @@ from ..io.geometry import Box, ImageBox
 from ..io.preprocess import drawable
 from ..tables import Column, Table, number, share
 from .failures import BatchError
-from .listing import ImageEntry
 from .manifest import MANIFEST, Row, read_rows
 from .network import create_method, load_model
 from .options import NetworkOptions, OutputOptions, fingerprint
-from .store import ABOUT, read_head, read_listing
+from .store import read_listing, read_run
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
 LEAST = 0.1  # fraction of a map that must move beyond chance; two trainings differ by less, but significantly
@@ -213,40 +212,52 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
 
 
 class SavedRun:
-    """A finished run: its folder, its head, and the rows with maps by the name of the image and the method."""
+    """A finished run with maps.
+
+    Attributes:
+        folder: Its folder.
+        head: The content of `manifest.json`.
+        entries: The images by name.
+        rows: The rows with maps, by the name of the image and the method.
+
+    Raises:
+        BatchError: The folder is not of a run, or has no maps.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, head = folder, read_head(folder) if (folder / ABOUT).is_file() else None
+        self.folder, self.head = folder, read_run(folder)
+        self.entries = {entry.name: entry for entry in read_listing(folder)}
         rows = (row for row, _ in read_rows(folder / MANIFEST) if str(row["map"]).endswith(".safetensors"))
         self.rows: dict[tuple[str, str], Row] = {(row["id"], row["method"]): row | _class_of(row) for row in rows}
-        if head is None or not self.rows:
+        if not self.rows:
             raise BatchError(f"{folder} has no maps of images; expected the folder of a run with saliency batch --maps")
-        self.head = head
 
     def load(self, key: tuple[str, str]) -> Explanation:
         """Return the saved map of an image and method."""
         return Explanation.load(self.folder / self.rows[key]["map"])
 
-    def network(self, cure: str) -> tuple[NetworkOptions, nn.Module, dict[str, ImageEntry]]:
-        """Return the options of the network, the network, and the images by name.
+    def network(self, cure: str) -> tuple[NetworkOptions, nn.Module]:
+        """Return the options of the network, and the network.
 
         Raises:
             BatchError: The model cannot be loaded as in the run. The message ends with the cure.
         """
-        values = self.head["fingerprint"]
+        values, name = self.head["fingerprint"], self.head["fingerprint"]["model"]
+        name = str(Path(self.head["folder"], name)) if ".py:" in name else name
         weights, stored = self.head["model"].get("file") or values["weights"], values["preprocess"] or ""
         preprocess: dict[str, Any] | None = None
         if stored.startswith("Preprocess("):
             call: Any = ast.parse(stored, mode="eval").body
             preprocess = {field.arg: ast.literal_eval(field.value) for field in call.keywords}
-        options = NetworkOptions(model=values["model"], weights=weights, whole=values["whole"], preprocess=preprocess)
+        options = NetworkOptions(model=name, weights=weights, whole=values["whole"], preprocess=preprocess)
         now = fingerprint(options, OutputOptions())
         changed = [name for name in ("preprocess", "weights", "model source") if values[name] != now[name]]
         changed += ["weights"] * str(weights).startswith("sha256:")  # the model was passed as a module
         if changed:
             why = f"{changed[0]}: not stored, or changed since"
-            raise BatchError(f"the model of {self.folder} cannot be loaded again ({why}); {cure}")
-        return options, load_model(options), {entry.name: entry for entry in read_listing(self.folder)}
+            run = f"{self.folder}, which ran in {self.head['folder']},"
+            raise BatchError(f"the model of {run} cannot be loaded again ({why}); {cure}")
+        return options, load_model(options)
 
 
 def _class_of(row: Row) -> Row:
@@ -258,8 +269,8 @@ class _Mirrored:
     """The model of a run, which explains the mirrored images. The maps are mirrored back."""
 
     def __init__(self, run: SavedRun) -> None:
-        options, model, self._entries = run.network("give a run with another seed instead of --null")
-        self._rows, self._methods, values = run.rows, {}, run.head["fingerprint"]
+        options, model = run.network("give a run with another seed instead of --null")
+        self._entries, self._rows, self._methods, values = run.entries, run.rows, {}, run.head["fingerprint"]
         if any(row["target"] is None for row in run.rows.values()):
             raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
         for name in dict.fromkeys(method for _, method in run.rows):

@@ -119,7 +119,7 @@ def test_another_crop_of_the_same_map_is_compared_in_pixels_of_the_image(runs: d
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ("photos", "no maps"),
+        ("photos", r"no manifest\.json in "),
         ("without_maps", "has no maps of images; .* saliency batch --maps"),
         ("other_method", "no image has a map by the same method"),
     ],
@@ -156,6 +156,25 @@ def test_a_model_is_loaded_again_with_its_file_of_weights_and_its_preprocessing(
     torch.save(saliency.load("shapes_cnn").state_dict(), file)
     with pytest.raises(BatchError, match="weights: not stored, or changed since"):
         compare_runs(tmp_path / "run", tmp_path / "run", mirrored=True)
+
+
+def test_a_model_in_a_file_is_loaded_again_from_another_folder(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import saliency\n\n\ndef make():\n    return saliency.load('shapes_cnn')\n"
+    for folder in (tmp_path, tmp_path / "package"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    batch(runs["photos"], "run", "mine.py:make", maps=True, limit=2)
+    batch(runs["photos"], "other", "package.mine:make", maps=True, limit=2)
+    monkeypatch.chdir(runs["photos"])
+    same = compare_runs(tmp_path / "run", tmp_path / "run", mirrored=True)
+    assert all(0 < (change.chance or 0) < 0.3 for change in same.images)
+    (tmp_path / "mine.py").write_text(code.replace("cnn", "shortcut"))
+    for run in (tmp_path / "run", tmp_path / "other"):
+        with pytest.raises(BatchError, match=rf"which ran in {tmp_path}, cannot be loaded again \(model source: "):
+            compare_runs(run, run, mirrored=True)
 
 
 def test_the_detections_of_a_class_are_one_class(runs: dict[str, Path], tmp_path: Path) -> None:
