@@ -24,17 +24,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from ..attribution.base import get_method
+from ..attribution.base import Attribution, get_method
 from ..attribution.estimates import rank_correlation
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap
 from ..evaluation.comparison import LEVEL, holm, sign_flip_test
 from ..io.atomic_write import durable_write
 from ..io.geometry import Box, ImageBox
-from ..io.preprocess import drawable
 from ..tables import Column, Table, number, share
 from .failures import BatchError
 from .manifest import MANIFEST, Row, read_rows
@@ -197,7 +196,7 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
         raise BatchError(f"no image has a map by the same method in all of {folders}")
     sources: list[Callable[[tuple[str, str]], Explanation]] = [run.load for run in runs]
     if mirrored:
-        sources.append(_Mirrored(runs[0]).explain)
+        sources.append(_mirrored(runs[0]))
     changes = []
     for key in keys:
         maps = _on_one_grid([load(key) for load in sources])
@@ -236,6 +235,13 @@ class SavedRun:
         """Return the saved map of an image and method."""
         return Explanation.load(self.folder / self.rows[key]["map"])
 
+    def open(self, name: str) -> Image.Image:
+        """Return an image as the run read it. Raises BatchError if its file has changed since."""
+        entry = self.entries[name]
+        if entry.stamp != entry.current_stamp():
+            raise BatchError(f"{entry.source} changed after the run in {self.folder}; run saliency batch again")
+        return entry.open()
+
     def network(self, cure: str) -> tuple[NetworkOptions, nn.Module]:
         """Return the options of the network, and the network.
 
@@ -265,24 +271,24 @@ def _class_of(row: Row) -> Row:
     return {"name": row["name"].rpartition(" at (")[0]} if row["target_box"] and " at (" in row["name"] else {}
 
 
-class _Mirrored:
-    """The model of a run, which explains the mirrored images. The maps are mirrored back."""
+def _mirrored(run: SavedRun) -> Callable[[tuple[str, str]], Explanation]:
+    """Return a function that explains the mirrored image by the model of the run, and mirrors the map back."""
+    options, model = run.network("give a run with another seed instead of --null")
+    if any(row["target"] is None for row in run.rows.values()):
+        raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
+    values, methods = run.head["fingerprint"], dict[str, Attribution]()
+    for name in dict.fromkeys(method for _, method in run.rows):
+        of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
+        methods[name] = create_method(get_method(name), replace(options, **of_method), model)
 
-    def __init__(self, run: SavedRun) -> None:
-        options, model = run.network("give a run with another seed instead of --null")
-        self._entries, self._rows, self._methods, values = run.entries, run.rows, {}, run.head["fingerprint"]
-        if any(row["target"] is None for row in run.rows.values()):
-            raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
-        for name in dict.fromkeys(method for _, method in run.rows):
-            of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
-            self._methods[name] = create_method(get_method(name), replace(options, **of_method), model)
-
-    def explain(self, key: tuple[str, str]) -> Explanation:
-        image = drawable(self._entries[key[0]].open())
-        explanation = self._methods[key[1]].attribute(ImageOps.mirror(image), self._rows[key]["target"])
+    def explain(key: tuple[str, str]) -> Explanation:
+        image = run.open(key[0])
+        explanation = methods[key[1]].attribute(ImageOps.mirror(image), run.rows[key]["target"])
         left, top, right, bottom = explanation.frames[0].box if explanation.frames[0] else (0, 0, *image.size)
         box = ImageBox(image.size, (image.width - right, top, image.width - left, bottom))
         return replace(explanation.with_evidence(boxes=(box,)), values=explanation.values.flip(-1))
+
+    return explain
 
 
 def _on_one_grid(explanations: Sequence[Explanation]) -> list[Tensor]:
@@ -338,12 +344,15 @@ def write_page(path: Path, table: Table[Any], figures: Iterable[str]) -> Path:
     return durable_write(path, [page.encode("utf-8", "backslashreplace")])
 
 
+def figure(kind: str, overlays: Iterable[str], text: str, more: str = "") -> str:
+    """Return overlays, by their paths relative to the page, with more images and a text below, as HTML of a class."""
+    images = "".join(f'<img src="{quote(overlay)}" alt="" loading="lazy">' for overlay in overlays)
+    return f'<figure class="{kind}">{images}{more}<figcaption>{html.escape(text)}</figcaption></figure>'
+
+
 def _figure(change: ImageChange, folder: Path) -> str:
-    """Return both overlays of an image as HTML, with addresses relative to the folder of the page."""
-    addresses = [quote(os.path.relpath(overlay, folder)) for overlay in change.overlays]
-    images = "".join(f'<img src="{address}" alt="" loading="lazy">' for address in addresses)
-    names = " → ".join(dict.fromkeys(change.classes))
-    text = f"{change.name} by {change.method}: {names}; {share(change.moved)} moved, rank {number(change.rank)}"
-    return (
-        f'<figure class="{"changed" * change.is_changed}">{images}<figcaption>{html.escape(text)}</figcaption></figure>'
-    )
+    """Return both overlays of an image as HTML, for a page in a folder."""
+    overlays, names = [os.path.relpath(overlay, folder) for overlay in change.overlays], dict.fromkeys(change.classes)
+    moved = f"{share(change.moved)} moved, rank {number(change.rank)}"
+    text = f"{change.name} by {change.method}: {' → '.join(names)}; {moved}"
+    return figure("changed" * change.is_changed, overlays, text)

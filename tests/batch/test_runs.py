@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -175,6 +176,25 @@ def test_a_model_in_a_file_is_loaded_again_from_another_folder(
     for run in (tmp_path / "run", tmp_path / "other"):
         with pytest.raises(BatchError, match=rf"which ran in {tmp_path}, cannot be loaded again \(model source: "):
             compare_runs(run, run, mirrored=True)
+
+
+def test_mirrored_images_are_read_as_the_run_read_them(tmp_path: Path) -> None:
+    scene = saliency.testbed.draw_scenes(1, seed=5).images[0].float().mean(0).numpy()
+    options: dict[str, Any] = {"size": (64, 64), "resize": (64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    for name, values in (("deep", scene), ("mirrored", scene[:, ::-1])):  # 16 bits, with a window
+        Image.fromarray((20 * values).astype(np.uint16)).save(tmp_path / f"{name}.png")
+        preprocess = options | {"range": (0, 5100)}
+        batch(tmp_path / f"{name}.png", tmp_path / name, "shapes_cnn", maps=True, target=0, preprocess=preprocess)
+    maps = [
+        saliency.heatmap(saliency.Explanation.load(tmp_path / name / "maps" / f"{name}.grad_cam.safetensors"))[0]
+        for name in ("deep", "mirrored")
+    ]
+    expected = (maps[0] / maps[0].sum() - maps[1].flip(-1) / maps[1].sum()).abs().sum() / 2
+    (change,) = compare_runs(tmp_path / "deep", tmp_path / "deep", mirrored=True).images
+    assert change.chance == pytest.approx(float(expected), abs=2e-3)
+    Image.new("RGB", (64, 64)).save(tmp_path / "deep.png")
+    with pytest.raises(BatchError, match=r"deep.png changed after the run in .*run saliency batch again"):
+        compare_runs(tmp_path / "deep", tmp_path / "deep", mirrored=True)
 
 
 def test_the_detections_of_a_class_are_one_class(runs: dict[str, Path], tmp_path: Path) -> None:
