@@ -159,7 +159,7 @@ def _vectors(run: SavedRun, view: View) -> tuple[dict[tuple[str, str], _Array], 
 def _weighted(run: SavedRun) -> Iterator[tuple[tuple[str, str], Explanation, _Array]]:
     """Yield each map, with the features of its image weighted by the map and summed."""
     options, model = run.network("--view places needs no model")
-    given, outputs = run.head["fingerprint"]["target"], deque[Any](maxlen=1)
+    outputs = deque[Any](maxlen=1)
     batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
     for key, row in run.rows.items():
         layer = (row["layer"] or "").rpartition(", ")[2] or None  # the last of several layers
@@ -172,8 +172,7 @@ def _weighted(run: SavedRun) -> Iterator[tuple[tuple[str, str], Explanation, _Ar
                 hooks.observe(model, outputs.append)
                 read = features(model, images, layer, preprocess=options.preprocess, whole=options.whole)
             for key, top in zip(part, _top_classes(outputs.pop()), strict=False):
-                is_labelled = (given, run.entries[key[0]].target) != (None, None)  # else the top class was explained
-                if is_labelled and run.rows[key]["target"] is not None:
+                if run.given_target(key) is not None and run.explains_class(key):  # it is a label
                     run.rows[key]["is_top"] = top == run.rows[key]["target"]
             for key, values in zip(part, read.values, strict=True):  # (K, h, w)
                 explanation = run.load(key)

@@ -242,6 +242,18 @@ class SavedRun:
             raise BatchError(f"{entry.source} changed after the run in {self.folder}; run saliency batch again")
         return entry.open()
 
+    def given_target(self, key: tuple[str, str]) -> Any:
+        """Return the target of an image as it was given; None if its top class was explained."""
+        target = self.entries[key[0]].target
+        return self.head["fingerprint"]["target"] if target is None else target
+
+    def explains_class(self, key: tuple[str, str]) -> bool:
+        """Return whether the score of a class was explained, rather than its probability or its contrast to another."""
+        row, given = self.rows[key], self.given_target(key)
+        name = row["name"].casefold()
+        words = (str(row["target"]), name, *re.split(r",\s*", name))  # as `class_index` reads them
+        return row["target"] is not None and (given is None or str(given).casefold() in words)
+
     def network(self, cure: str) -> tuple[NetworkOptions, nn.Module]:
         """Return the options of the network, and the network.
 
@@ -274,7 +286,7 @@ def _class_of(row: Row) -> Row:
 def _mirrored(run: SavedRun) -> Callable[[tuple[str, str]], Explanation]:
     """Return a function that explains the mirrored image by the model of the run, and mirrors the map back."""
     options, model = run.network("give a run with another seed instead of --null")
-    if any(row["target"] is None for row in run.rows.values()):
+    if not all(map(run.explains_class, run.rows)):
         raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
     values, methods = run.head["fingerprint"], dict[str, Attribution]()
     for name in dict.fromkeys(method for _, method in run.rows):

@@ -178,6 +178,17 @@ def test_a_model_in_a_file_is_loaded_again_from_another_folder(
             compare_runs(run, run, mirrored=True)
 
 
+@pytest.mark.parametrize("target", ["CIRCLE", 0, "0", saliency.contrast(0, 1), saliency.probability(0)])
+def test_only_scores_of_classes_are_mirrored(runs: dict[str, Path], tmp_path: Path, target: Any) -> None:
+    batch(runs["photos"] / "0.png", tmp_path, "shapes_cnn", maps=True, target=target)
+    if isinstance(target, str | int):
+        (change,) = compare_runs(tmp_path, tmp_path, mirrored=True).images
+        assert 0 < (change.chance or 0) < 0.5
+    else:
+        with pytest.raises(BatchError, match=r"explains targets other than classes; give another run"):
+            compare_runs(tmp_path, tmp_path, mirrored=True)
+
+
 def test_mirrored_images_are_read_as_the_run_read_them(tmp_path: Path) -> None:
     scene = saliency.testbed.draw_scenes(1, seed=5).images[0].float().mean(0).numpy()
     options: dict[str, Any] = {"size": (64, 64), "resize": (64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3}
