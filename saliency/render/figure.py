@@ -372,7 +372,7 @@ def _part_colors(parts: Sequence[Explanation]) -> Tensor:
 
     weights, largest = torch.cat([part.values for part in parts], 1).max(1)  # (N, h, w)
     hues = colormaps["hsv"]([number / len(parts) for number in range(len(parts))])[:, :3]
-    return weights[:, None] * torch.tensor(hues).to(weights)[largest].movedim(-1, 1)
+    return weights[:, None] * torch.tensor(hues, dtype=weights.dtype, device=weights.device)[largest].movedim(-1, 1)
 
 
 def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[float, float]:
