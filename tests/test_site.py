@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -104,6 +105,17 @@ def test_links_lead_to_pages_of_the_site() -> None:
     assert as_page("CONTRIBUTING.md", "[a](docs/extending.md)\n```\n[a](docs/b.md)\n```") == (
         "[a](extending.md)\n```\n[a](docs/b.md)\n```"
     )
+
+
+def test_no_page_links_to_markdown_that_is_not_a_page(pages: dict[str, str]) -> None:
+    links = {
+        (name, os.path.normpath(Path(name).parent / link))
+        for name, text in pages.items()
+        if name.endswith(".md")
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+\.md)[)#]", text)
+    }
+    assert len(links) > 100
+    assert not [(name, page) for name, page in links if page not in pages]
 
 
 def test_each_page_links_to_the_file_that_it_is_made_from(pages: dict[str, str]) -> None:

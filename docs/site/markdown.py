@@ -52,7 +52,7 @@ def as_page(file: str, text: str) -> str:
     def mended(link: re.Match[str]) -> str:
         target = os.path.normpath(os.path.join(os.path.dirname(file), link[1]))  # noqa: PTH118, PTH120
         is_code = target.startswith(("benchmarks", "tests")) and not target.endswith(".md")
-        return at_repository(target) if is_code else relative(page_of(target), page)
+        return at_repository(target) if is_code or target in _NOT_PAGES else relative(page_of(target), page)
 
     return outside_code(text, lambda part: with_blank_lines(_LINK.sub(mended, part)))
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import base64
 import csv
-import html
 import io
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +28,18 @@ from torch import Tensor
 
 from ..attribution.explanation import Explanation
 from ..attribution.features import features
-from ..attribution.heatmap import heatmap, reduced_maps, resized
+from ..attribution.heatmap import reduced_maps, resized
 from ..errors import optional_import, plural
 from ..evaluation.comparison import LEVEL, holm
 from ..hooks.manager import HookManager
 from ..io.atomic_write import durable_write, inside
 from ..io.inputs import encode
-from ..io.preprocess import drawable
 from ..render.scaling import SEQUENTIAL, color_table
 from ..tables import Column, Table, number, share
 from ..validation import check_integer
 from .failures import BatchError
 from .report import report
-from .runs import SavedRun, write_page
+from .runs import SavedRun, figure, on_grid, write_page
 from .store import GROUPS, GROUPS_CSV
 
 View = Literal["channels", "places"]
@@ -149,21 +146,20 @@ def groups(folder: Path, view: View = "channels", seed: int = 0) -> Table[Group]
 def _vectors(run: SavedRun, view: View) -> tuple[dict[tuple[str, str], _Array], dict[tuple[str, str], _Array]]:
     """Return the vector and the map (GRID, GRID) of each image and method."""
     vectors, maps = {}, {}
-    for key, explanation, values in _weighted(run, view):
-        cells = heatmap(explanation, size=(GRID, GRID))[0].double().numpy().clip(0)
+    with_places = ((key, run.load(key), None) for key in run.rows)
+    for key, explanation, values in with_places if view == "places" else _weighted(run):
+        row = run.rows[key]
+        cells = on_grid(explanation, row["box"], (0, 0, row["width"], row["height"]), GRID).numpy().clip(0)
         maps[key] = cells / max(cells.sum(), 1e-30)
         vector = maps[key].ravel() if values is None else values
         vectors[key] = vector / max(float(np.linalg.norm(vector)), 1e-30)
     return vectors, maps
 
 
-def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Explanation, _Array | None]]:
-    """Yield each map, with the features of its image summed with its weights for the view "channels"."""
-    if view == "places":
-        yield from ((key, run.load(key), None) for key in run.rows)
-        return
-    options, model, entries = run.network("--view places needs no model")
-    given, outputs = run.head["fingerprint"]["target"], deque[Any](maxlen=1)
+def _weighted(run: SavedRun) -> Iterator[tuple[tuple[str, str], Explanation, _Array]]:
+    """Yield each map, with the features of its image weighted by the map and summed."""
+    options, model = run.network("--view places needs no model")
+    outputs = deque[Any](maxlen=1)
     batches: dict[tuple[str | None, tuple[int, int]], list[tuple[str, str]]] = {}
     for key, row in run.rows.items():
         layer = (row["layer"] or "").rpartition(", ")[2] or None  # the last of several layers
@@ -171,13 +167,12 @@ def _weighted(run: SavedRun, view: View) -> Iterator[tuple[tuple[str, str], Expl
     for (layer, _), keys in batches.items():
         for start in range(0, len(keys), TOGETHER):
             part = keys[start : start + TOGETHER]
-            images = [drawable(entries[name].open()) for name, _ in part]
+            images = [run.open(name) for name, _ in part]
             with HookManager(persistent=True) as hooks:
                 hooks.observe(model, outputs.append)
                 read = features(model, images, layer, preprocess=options.preprocess, whole=options.whole)
             for key, top in zip(part, _top_classes(outputs.pop()), strict=False):
-                is_labelled = (given, entries[key[0]].target) != (None, None)  # else the top class was explained
-                if is_labelled and run.rows[key]["target"] is not None:
+                if run.given_target(key) is not None and run.explains_class(key):  # it is a label
                     run.rows[key]["is_top"] = top == run.rows[key]["target"]
             for key, values in zip(part, read.values, strict=True):  # (K, h, w)
                 explanation = run.load(key)
@@ -294,9 +289,6 @@ def _figure(group: Group) -> str:
     cells = np.array(group.mean_map) / max(np.max(group.mean_map), 1e-30)
     colors = color_table(SEQUENTIAL)[(255 * cells).round().astype(int)]
     png = base64.b64encode(encode(Image.fromarray(colors.astype(np.uint8)), "PNG")).decode()
-    images = "".join(f'<img src="{quote(overlay)}" alt="" loading="lazy">' for overlay in group.examples)
     text = f"{group.name} by {group.method}: {plural(group.images, 'image')}, {share(group.fraction)} of the class"
     mean = f'<img class="cells" src="data:image/png;base64,{png}" alt="mean map">'
-    return (
-        f'<figure class="group">{images}{mean}<figcaption>{html.escape(text)}; last, the mean map</figcaption></figure>'
-    )
+    return figure("group", group.examples, f"{text}; last, the mean map", mean)

@@ -7,7 +7,6 @@ from pathlib import Path
 from ..errors import errors_as, optional_import
 from .failures import BatchError
 from .runs import SavedRun, on_grid
-from .store import read_listing
 
 SIDE = 256  # values per edge; FiftyOne stretches a heatmap over its image
 
@@ -24,12 +23,12 @@ def write_labels(folder: Path, name: str) -> int:
         BatchError: The folder has no maps of images, or FiftyOne has no database.
     """
     fiftyone = optional_import("fiftyone", "fiftyone", "--fiftyone")
-    run, entries = SavedRun(folder), {entry.name: entry for entry in read_listing(folder)}
+    run = SavedRun(folder)
     with errors_as(BatchError, f"the dataset {name} of FiftyOne cannot be opened"):
         dataset = fiftyone.load_dataset(name, create_if_necessary=True)
     dataset.persistent = True
     for (image, method), row in run.rows.items():
-        entry = entries[image]
+        entry = run.entries[image]
         try:
             sample = dataset[entry.path]
         except KeyError:

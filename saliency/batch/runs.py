@@ -24,24 +24,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from ..attribution.base import get_method
+from ..attribution.base import Attribution, get_method
 from ..attribution.estimates import rank_correlation
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap
 from ..evaluation.comparison import LEVEL, holm, sign_flip_test
 from ..io.atomic_write import durable_write
 from ..io.geometry import Box, ImageBox
-from ..io.preprocess import drawable
 from ..tables import Column, Table, number, share
 from .failures import BatchError
-from .listing import ImageEntry
 from .manifest import MANIFEST, Row, read_rows
 from .network import create_method, load_model
 from .options import NetworkOptions, OutputOptions, fingerprint
-from .store import ABOUT, read_head, read_listing
+from .store import read_listing, read_run
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
 LEAST = 0.1  # fraction of a map that must move beyond chance; two trainings differ by less, but significantly
@@ -198,7 +196,7 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
         raise BatchError(f"no image has a map by the same method in all of {folders}")
     sources: list[Callable[[tuple[str, str]], Explanation]] = [run.load for run in runs]
     if mirrored:
-        sources.append(_Mirrored(runs[0]).explain)
+        sources.append(_mirrored(runs[0]))
     changes = []
     for key in keys:
         maps = _on_one_grid([load(key) for load in sources])
@@ -213,40 +211,71 @@ def compare_runs(first: Path, second: Path, same: Sequence[Path] = (), *, mirror
 
 
 class SavedRun:
-    """A finished run: its folder, its head, and the rows with maps by the name of the image and the method."""
+    """A finished run with maps.
+
+    Attributes:
+        folder: Its folder.
+        head: The content of `manifest.json`.
+        entries: The images by name.
+        rows: The rows with maps, by the name of the image and the method.
+
+    Raises:
+        BatchError: The folder is not of a run, or has no maps.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, head = folder, read_head(folder) if (folder / ABOUT).is_file() else None
+        self.folder, self.head = folder, read_run(folder)
+        self.entries = {entry.name: entry for entry in read_listing(folder)}
         rows = (row for row, _ in read_rows(folder / MANIFEST) if str(row["map"]).endswith(".safetensors"))
         self.rows: dict[tuple[str, str], Row] = {(row["id"], row["method"]): row | _class_of(row) for row in rows}
-        if head is None or not self.rows:
+        if not self.rows:
             raise BatchError(f"{folder} has no maps of images; expected the folder of a run with saliency batch --maps")
-        self.head = head
 
     def load(self, key: tuple[str, str]) -> Explanation:
         """Return the saved map of an image and method."""
         return Explanation.load(self.folder / self.rows[key]["map"])
 
-    def network(self, cure: str) -> tuple[NetworkOptions, nn.Module, dict[str, ImageEntry]]:
-        """Return the options of the network, the network, and the images by name.
+    def open(self, name: str) -> Image.Image:
+        """Return an image as the run read it. Raises BatchError if its file has changed since."""
+        entry = self.entries[name]
+        if entry.stamp != entry.current_stamp():
+            raise BatchError(f"{entry.source} changed after the run in {self.folder}; run saliency batch again")
+        return entry.open()
+
+    def given_target(self, key: tuple[str, str]) -> Any:
+        """Return the target of an image as it was given; None if its top class was explained."""
+        target = self.entries[key[0]].target
+        return self.head["fingerprint"]["target"] if target is None else target
+
+    def explains_class(self, key: tuple[str, str]) -> bool:
+        """Return whether the score of a class was explained, rather than its probability or its contrast to another."""
+        row, given = self.rows[key], self.given_target(key)
+        name = row["name"].casefold()
+        words = (str(row["target"]), name, *re.split(r",\s*", name))  # as `class_index` reads them
+        return row["target"] is not None and (given is None or str(given).casefold() in words)
+
+    def network(self, cure: str) -> tuple[NetworkOptions, nn.Module]:
+        """Return the options of the network, and the network.
 
         Raises:
             BatchError: The model cannot be loaded as in the run. The message ends with the cure.
         """
-        values = self.head["fingerprint"]
+        values, name = self.head["fingerprint"], self.head["fingerprint"]["model"]
+        name = str(Path(self.head["folder"], name)) if ".py:" in name else name
         weights, stored = self.head["model"].get("file") or values["weights"], values["preprocess"] or ""
         preprocess: dict[str, Any] | None = None
         if stored.startswith("Preprocess("):
             call: Any = ast.parse(stored, mode="eval").body
             preprocess = {field.arg: ast.literal_eval(field.value) for field in call.keywords}
-        options = NetworkOptions(model=values["model"], weights=weights, whole=values["whole"], preprocess=preprocess)
+        options = NetworkOptions(model=name, weights=weights, whole=values["whole"], preprocess=preprocess)
         now = fingerprint(options, OutputOptions())
         changed = [name for name in ("preprocess", "weights", "model source") if values[name] != now[name]]
         changed += ["weights"] * str(weights).startswith("sha256:")  # the model was passed as a module
         if changed:
             why = f"{changed[0]}: not stored, or changed since"
-            raise BatchError(f"the model of {self.folder} cannot be loaded again ({why}); {cure}")
-        return options, load_model(options), {entry.name: entry for entry in read_listing(self.folder)}
+            run = f"{self.folder}, which ran in {self.head['folder']},"
+            raise BatchError(f"the model of {run} cannot be loaded again ({why}); {cure}")
+        return options, load_model(options)
 
 
 def _class_of(row: Row) -> Row:
@@ -254,24 +283,24 @@ def _class_of(row: Row) -> Row:
     return {"name": row["name"].rpartition(" at (")[0]} if row["target_box"] and " at (" in row["name"] else {}
 
 
-class _Mirrored:
-    """The model of a run, which explains the mirrored images. The maps are mirrored back."""
+def _mirrored(run: SavedRun) -> Callable[[tuple[str, str]], Explanation]:
+    """Return a function that explains the mirrored image by the model of the run, and mirrors the map back."""
+    options, model = run.network("give a run with another seed instead of --null")
+    if not all(map(run.explains_class, run.rows)):
+        raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
+    values, methods = run.head["fingerprint"], dict[str, Attribution]()
+    for name in dict.fromkeys(method for _, method in run.rows):
+        of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
+        methods[name] = create_method(get_method(name), replace(options, **of_method), model)
 
-    def __init__(self, run: SavedRun) -> None:
-        options, model, self._entries = run.network("give a run with another seed instead of --null")
-        self._rows, self._methods, values = run.rows, {}, run.head["fingerprint"]
-        if any(row["target"] is None for row in run.rows.values()):
-            raise BatchError(f"{run.folder} explains targets other than classes; give another run instead of --null")
-        for name in dict.fromkeys(method for _, method in run.rows):
-            of_method = {"layer": values[f"layer of {name}"], "options": values[f"options of {name}"]}
-            self._methods[name] = create_method(get_method(name), replace(options, **of_method), model)
-
-    def explain(self, key: tuple[str, str]) -> Explanation:
-        image = drawable(self._entries[key[0]].open())
-        explanation = self._methods[key[1]].attribute(ImageOps.mirror(image), self._rows[key]["target"])
+    def explain(key: tuple[str, str]) -> Explanation:
+        image = run.open(key[0])
+        explanation = methods[key[1]].attribute(ImageOps.mirror(image), run.rows[key]["target"])
         left, top, right, bottom = explanation.frames[0].box if explanation.frames[0] else (0, 0, *image.size)
         box = ImageBox(image.size, (image.width - right, top, image.width - left, bottom))
         return replace(explanation.with_evidence(boxes=(box,)), values=explanation.values.flip(-1))
+
+    return explain
 
 
 def _on_one_grid(explanations: Sequence[Explanation]) -> list[Tensor]:
@@ -327,12 +356,15 @@ def write_page(path: Path, table: Table[Any], figures: Iterable[str]) -> Path:
     return durable_write(path, [page.encode("utf-8", "backslashreplace")])
 
 
+def figure(kind: str, overlays: Iterable[str], text: str, more: str = "") -> str:
+    """Return overlays, by their paths relative to the page, with more images and a text below, as HTML of a class."""
+    images = "".join(f'<img src="{quote(overlay)}" alt="" loading="lazy">' for overlay in overlays)
+    return f'<figure class="{kind}">{images}{more}<figcaption>{html.escape(text)}</figcaption></figure>'
+
+
 def _figure(change: ImageChange, folder: Path) -> str:
-    """Return both overlays of an image as HTML, with addresses relative to the folder of the page."""
-    addresses = [quote(os.path.relpath(overlay, folder)) for overlay in change.overlays]
-    images = "".join(f'<img src="{address}" alt="" loading="lazy">' for address in addresses)
-    names = " → ".join(dict.fromkeys(change.classes))
-    text = f"{change.name} by {change.method}: {names}; {share(change.moved)} moved, rank {number(change.rank)}"
-    return (
-        f'<figure class="{"changed" * change.is_changed}">{images}<figcaption>{html.escape(text)}</figcaption></figure>'
-    )
+    """Return both overlays of an image as HTML, for a page in a folder."""
+    overlays, names = [os.path.relpath(overlay, folder) for overlay in change.overlays], dict.fromkeys(change.classes)
+    moved = f"{share(change.moved)} moved, rank {number(change.rank)}"
+    text = f"{change.name} by {change.method}: {' → '.join(names)}; {moved}"
+    return figure("changed" * change.is_changed, overlays, text)

@@ -52,7 +52,7 @@ HEAD: dict[str, Any] = {
     "model": {"name": str, "weights": str | None},
     "fingerprint": {"opacity": str | float | int},
 }
-HEAD |= {"command": [str], "versions": dict, "finished": bool}
+HEAD |= {"command": [str], "folder": str, "versions": dict, "finished": bool}
 """The shape of the keys of `manifest.json` that are read again; see `fits`."""
 
 FAILURES_SHOWN = 20
@@ -140,6 +140,14 @@ def read_head(folder: Path) -> dict[str, Any] | None:
     if used:
         raise BatchError(f"{used[0]} exists in {folder}, without a run; choose another folder for --out")
     return None
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return the content of `manifest.json`. Raises BatchError if there is no run, or the file is damaged."""
+    head = read_head(folder) if (folder / ABOUT).is_file() else None
+    if head is None:
+        raise BatchError(f"no {ABOUT} in {folder}; expected the folder that saliency batch --out wrote")
+    return head
 
 
 def write_head(folder: Path, head: dict[str, Any]) -> None:
@@ -368,6 +376,7 @@ class ManifestStore(Store):
             "versions": versions,
             "model": model,
             "command": list(self._run.command),
+            "folder": str(Path.cwd()),
             "fingerprint": values,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

@@ -350,10 +350,11 @@ def _draw_shares(axes: Axes, shares: tuple[list[str], Any], names: Sequence[str]
         axes.text(column, row, text, ha="center", va="center", fontsize=TEXT_SIZE)
 
 
-def draw_features(features: Features, *, foreground: bool = True) -> Figure:
-    """Draw the images, and the principal components of their features in colours; see `results.figure`."""
+def draw_features(features: Features, *, foreground: bool = True, parts: int | None = None) -> Figure:
+    """Draw the images, and the components or the parts of their features in colours; see `results.figure`."""
     frames = [_print_frame(frame_of(one)) for one in features.similarity()]
-    colors = (255 * features.pca(foreground=foreground)).round().byte().movedim(1, -1).cpu().numpy()
+    shades = features.pca(foreground=foreground) if parts is None else _part_colors(features.parts(parts))
+    colors = (255 * shades).round().byte().movedim(1, -1).cpu().numpy()
     components = []
     for frame, cells in zip(frames, colors, strict=True):
         left, top, right, bottom = map(round, frame.box)
@@ -363,6 +364,15 @@ def draw_features(features: Features, *, foreground: bool = True) -> Figure:
     rows = [[Panel(frame.image) for frame in frames], components]
     drawing, _ = draw_panels(rows, min(LARGEST_PANEL, WIDTH / len(frames)))
     return drawing
+
+
+def _part_colors(parts: Sequence[Explanation]) -> Tensor:
+    """Return the hue of the largest part in each cell, as bright as its weight: (N, 3, h, w) from 0 to 1."""
+    from matplotlib import colormaps
+
+    weights, largest = torch.cat([part.values for part in parts], 1).max(1)  # (N, h, w)
+    hues = colormaps["hsv"]([number / len(parts) for number in range(len(parts))])[:, :3]
+    return weights[:, None] * torch.tensor(hues, dtype=weights.dtype, device=weights.device)[largest].movedim(-1, 1)
 
 
 def _centre(frame: Frame, cell: Sequence[int], cells: Sequence[int]) -> tuple[float, float]:

@@ -22,6 +22,7 @@ class FigureOptions(TypedDict, total=False):
     label: str | None
     parse_math: bool
     foreground: bool
+    parts: int | None
     count: int
     query: Query
     image: int

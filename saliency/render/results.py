@@ -32,7 +32,8 @@ def figure(
     - `InputExplanations`: each input with its share of the score and its map, all maps on one scale. An input that was
       given as a tensor is drawn in its own range.
     - `Features`: one column per image, the image and the principal components of its features in colours. The colours
-      of all images have one scale.
+      of all images have one scale. With `parts`, each part has a colour: of the largest part in a cell, and darker
+      where its weight is smaller.
     - `Matches`: both images, and lines between the cells that match most. The width of a line is proportional to the
       magnitude of its match. Red matches raise the similarity, blue ones lower it. The strongest is on top. If matches
       are neighbours in both images, only the strongest is drawn.
@@ -63,6 +64,7 @@ def figure(
         parse_math: For explanations, whether `title`, `label` and the titles of columns may contain formulas, such as
             "$w_k$".
         foreground: For features, as in `Features.pca`.
+        parts: For features, the number of parts, as in `Features.parts`; None for principal components.
         count: For matches, the maximum number of lines; by default 20.
         query: For attention, as in `LayerAttention.maps`. A point is marked by a cross.
         image: For attention, the index of the image.

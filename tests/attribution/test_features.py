@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import Features
 from saliency.errors import ImageError, LayerError, NonFiniteError, NotApplicableError, RenderError, TargetError
+from saliency.io.geometry import Frame
 from saliency.testbed import draw_scenes
 from saliency.testing import Snapshot, images, tiny_model, tiny_transformer
 
@@ -221,6 +222,11 @@ def planted_parts(shift: float) -> tuple[Features, torch.Tensor]:
     return Features((vectors[labels] + noise).movedim(-1, 1), "layer", (64, 96), (None, None)), labels
 
 
+def require_one_to_one(parts: torch.Tensor, labels: torch.Tensor) -> None:
+    pairs = set(zip(parts.flatten().tolist(), labels.flatten().tolist(), strict=True))
+    assert len(pairs) == len({part for part, _ in pairs}) == len({label for _, label in pairs}) == 3
+
+
 @pytest.mark.parametrize("shift", [0.0, -1.0])
 def test_parts_are_the_cells_with_the_same_features_in_all_images(shift: float) -> None:
     features, labels = planted_parts(shift)
@@ -229,9 +235,17 @@ def test_parts_are_the_cells_with_the_same_features_in_all_images(shift: float) 
     maps = torch.stack([part.values[:, 0] for part in parts])  # (3, 2, 8, 12)
     assert maps.min() >= 0
     assert maps.amax((1, 2, 3)).tolist() == pytest.approx([1, 1, 1])
-    assert len({(int(part), int(label)) for part, label in zip(maps.argmax(0).flatten(), labels.flatten())}) == 3  # noqa: B905
+    require_one_to_one(maps.argmax(0), labels)
     assert torch.equal(parts[0].values, features.parts(3)[0].values)
     assert saliency.heatmap(parts[0]).shape == (2, 64, 96)
+
+
+def test_each_part_is_drawn_in_a_colour_of_its_own() -> None:
+    features, labels = planted_parts(0.0)
+    gray = Frame(Image.new("RGB", (96, 64)), (0, 0, 96, 64))
+    axes = saliency.figure(replace(features, frames=(gray, gray)), parts=3).axes
+    drawn = [np.asarray(each.images[0].get_array())[4::8, 4::8] for each in axes[2:]]  # the pixel in each cell's middle
+    require_one_to_one(torch.tensor(np.stack(drawn).argmax(-1)), labels)  # red, green and blue
 
 
 def test_parts_leave_out_outliers_and_need_as_many_cells() -> None:

@@ -857,6 +857,7 @@ BAD_HEADS: dict[str, list[object]] = {
     "fingerprint": [None, 3, "x", [], {}, {"opacity": None}],
     "model": [None, "tiny", {}, {"name": 3, "weights": None}],
     "command": [None, "saliency", [3]],
+    "folder": [None, 3],
     "versions": [None, []],
     "finished": [None, "yes"],
 }

@@ -80,6 +80,21 @@ def test_a_watermark_at_different_places_is_not_a_group_by_places(run: Path) -> 
     assert not [group for group in groups(run, "places") if group.images == MARKED]
 
 
+def test_the_places_are_those_of_the_image_and_not_of_the_crop(run: Path, tmp_path: Path) -> None:
+    for photo in (run.parent / "photos").iterdir():
+        wide = Image.new("RGB", (128, 64))
+        with Image.open(photo) as scene:
+            wide.paste(scene, (32, 0))
+        wide.save(tmp_path / photo.name)
+    batch(tmp_path, tmp_path / "run", "shapes_shortcut", maps=True, target=0)
+    table = groups(tmp_path / "run", "places")
+    assert len(table) > 1
+    for group in table:
+        cells = torch.tensor(group.mean_map)
+        assert cells.sum() == pytest.approx(1)
+        assert not cells[:, [0, 1, 6, 7]].any()  # the model saw the middle half
+
+
 def test_the_command_writes_a_page_and_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["groups", str(run), "--view", "places"]) == 0
     assert "written:" in capsys.readouterr().out

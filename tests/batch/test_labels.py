@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,16 @@ def test_each_detection_has_a_field(dataset: Dataset, tmp_path: Path) -> None:
     batch(tmp_path / "scene.png", tmp_path / "run", model, ["layer_cam"], maps=True, detections=2)
     assert main(["report", str(tmp_path / "run"), "--fiftyone", "scans", "--quiet"]) == 0
     assert set(dataset[str(tmp_path / "scene.png")]) == {"layer_cam_0", "layer_cam_1"}
+
+
+@pytest.mark.slow
+def test_the_public_classes_have_what_is_replaced_here() -> None:
+    fiftyone = pytest.importorskip("fiftyone")  # 1.22.1, without a database
+    assert "create_if_necessary" in signature(fiftyone.load_dataset).parameters
+    sample = fiftyone.Sample(filepath="/photos/cat.png")
+    sample["grad_cam"] = fiftyone.Heatmap(map=np.zeros((2, 2), np.float32), range=[-1, 1])
+    assert (sample.filepath, sample["grad_cam"].map.shape) == ("/photos/cat.png", (2, 2))
+    assert {"add_sample", "persistent", "__getitem__"} < set(dir(fiftyone.Dataset))
 
 
 def test_without_a_database_the_error_says_so(

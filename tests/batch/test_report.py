@@ -27,7 +27,7 @@ from saliency.batch.report import report
 from saliency.cli import main
 from saliency.cli.batch_commands import report as report_command
 from saliency.cli.console import Screen
-from saliency.errors import ExplanationError, SaliencyWarning
+from saliency.errors import SaliencyWarning
 from saliency.evaluation.comparison import Comparison, MetricResult
 from saliency.render.scaling import color_table
 
@@ -36,6 +36,7 @@ Row = dict[str, Any]
 EMPTY: Row = make_row()
 ABOUT: Row = {
     "format": "saliency batch 5",
+    "folder": "/home/anna",
     "versions": {"saliency": "0.1.0", "torch": "2.15.0", "torchvision": "0.30.0", "python": "3.11"},
     "model": {"name": "efficientnet_lite0", "weights": "default"},
     "command": ["saliency", "batch", "photos", "--out", "out"],
@@ -329,7 +330,7 @@ def test_the_page_of_an_interrupted_run_has_what_is_whole(tmp_path: Path) -> Non
 
 
 def test_what_is_no_batch_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ExplanationError, match=r"no manifest\.json in .*the folder that saliency batch"):
+    with pytest.raises(BatchError, match=r"no manifest\.json in .*the folder that saliency batch"):
         report(tmp_path)
     out = folder(tmp_path / "out", [row(0)], format="saliency batch 9")
     for text in ((out / "manifest.json").read_bytes(), b"[]", b"null", b"{", b"\xff"):
@@ -344,7 +345,7 @@ def test_a_damaged_line_is_an_error(line: bytes, tmp_path: Path) -> None:
     out = folder(tmp_path / "out", [row(0), row(1)])
     first, second = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
     (out / "manifest.jsonl").write_bytes(first + line + b"\n" + second)
-    with pytest.raises(ExplanationError, match=f"is damaged after byte {len(first)}"):
+    with pytest.raises(BatchError, match=f"is damaged after byte {len(first)}"):
         report(out)
 
 

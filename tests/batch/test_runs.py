@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -119,7 +120,7 @@ def test_another_crop_of_the_same_map_is_compared_in_pixels_of_the_image(runs: d
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ("photos", "no maps"),
+        ("photos", r"no manifest\.json in "),
         ("without_maps", "has no maps of images; .* saliency batch --maps"),
         ("other_method", "no image has a map by the same method"),
     ],
@@ -156,6 +157,55 @@ def test_a_model_is_loaded_again_with_its_file_of_weights_and_its_preprocessing(
     torch.save(saliency.load("shapes_cnn").state_dict(), file)
     with pytest.raises(BatchError, match="weights: not stored, or changed since"):
         compare_runs(tmp_path / "run", tmp_path / "run", mirrored=True)
+
+
+def test_a_model_in_a_file_is_loaded_again_from_another_folder(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import saliency\n\n\ndef make():\n    return saliency.load('shapes_cnn')\n"
+    for folder in (tmp_path, tmp_path / "package"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    batch(runs["photos"], "run", "mine.py:make", maps=True, limit=2)
+    batch(runs["photos"], "other", "package.mine:make", maps=True, limit=2)
+    monkeypatch.chdir(runs["photos"])
+    same = compare_runs(tmp_path / "run", tmp_path / "run", mirrored=True)
+    assert all(0 < (change.chance or 0) < 0.3 for change in same.images)
+    (tmp_path / "mine.py").write_text(code.replace("cnn", "shortcut"))
+    for run in (tmp_path / "run", tmp_path / "other"):
+        with pytest.raises(BatchError, match=rf"which ran in {tmp_path}, cannot be loaded again \(model source: "):
+            compare_runs(run, run, mirrored=True)
+
+
+@pytest.mark.parametrize("target", ["CIRCLE", 0, "0", saliency.contrast(0, 1), saliency.probability(0)])
+def test_only_scores_of_classes_are_mirrored(runs: dict[str, Path], tmp_path: Path, target: Any) -> None:
+    batch(runs["photos"] / "0.png", tmp_path, "shapes_cnn", maps=True, target=target)
+    if isinstance(target, str | int):
+        (change,) = compare_runs(tmp_path, tmp_path, mirrored=True).images
+        assert 0 < (change.chance or 0) < 0.5
+    else:
+        with pytest.raises(BatchError, match=r"explains targets other than classes; give another run"):
+            compare_runs(tmp_path, tmp_path, mirrored=True)
+
+
+def test_mirrored_images_are_read_as_the_run_read_them(tmp_path: Path) -> None:
+    scene = saliency.testbed.draw_scenes(1, seed=5).images[0].float().mean(0).numpy()
+    options: dict[str, Any] = {"size": (64, 64), "resize": (64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    for name, values in (("deep", scene), ("mirrored", scene[:, ::-1])):  # 16 bits, with a window
+        Image.fromarray((20 * values).astype(np.uint16)).save(tmp_path / f"{name}.png")
+        preprocess = options | {"range": (0, 5100)}
+        batch(tmp_path / f"{name}.png", tmp_path / name, "shapes_cnn", maps=True, target=0, preprocess=preprocess)
+    maps = [
+        saliency.heatmap(saliency.Explanation.load(tmp_path / name / "maps" / f"{name}.grad_cam.safetensors"))[0]
+        for name in ("deep", "mirrored")
+    ]
+    expected = (maps[0] / maps[0].sum() - maps[1].flip(-1) / maps[1].sum()).abs().sum() / 2
+    (change,) = compare_runs(tmp_path / "deep", tmp_path / "deep", mirrored=True).images
+    assert change.chance == pytest.approx(float(expected), abs=2e-3)
+    Image.new("RGB", (64, 64)).save(tmp_path / "deep.png")
+    with pytest.raises(BatchError, match=r"deep.png changed after the run in .*run saliency batch again"):
+        compare_runs(tmp_path / "deep", tmp_path / "deep", mirrored=True)
 
 
 def test_the_detections_of_a_class_are_one_class(runs: dict[str, Path], tmp_path: Path) -> None:

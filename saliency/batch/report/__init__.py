@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ...errors import ExplanationError, RenderError, warn
+from ...errors import RenderError, warn
 from ...frontend import read, scripts, styles
 from ...io.atomic_write import durable_write, inside
 from ...render.blending import MOST_OPACITY
 from ...render.scaling import color_table
+from ..failures import BatchError
 from ..manifest import MANIFEST, Row, read_rows
-from ..store import ABOUT, EVALUATION, GROUPS, PAGE, locked, read_head, read_json, write_head
+from ..store import EVALUATION, GROUPS, PAGE, locked, read_json, read_run, write_head
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
 COMPARISON = {"rows": [dict], "differences": [dict], "notes": [str], "curves": [dict], "results": [dict]}
@@ -52,14 +53,12 @@ def report(folder: Path, *, title: str | None = None) -> Path:
         title: The title of the page, which is stored in `manifest.json`; None for the stored one, else the model.
 
     Raises:
-        BatchError: A title is given while a run is in progress.
-        ExplanationError: The folder was not written by `saliency batch`, or a line of its manifest cannot be read.
+        BatchError: The folder was not written by `saliency batch`, a line of its manifest cannot be read, or a title is
+            given while a run is in progress.
         OSError: The folder cannot be written to.
     """
     folder = Path(folder)
-    run = read_head(folder) if (folder / ABOUT).is_file() else None
-    if run is None:
-        raise ExplanationError(f"no {ABOUT} in {folder}; expected the folder that saliency batch --out wrote")
+    run = read_run(folder)
     if title is not None:
         with locked(folder):
             run["title"] = title
@@ -78,7 +77,7 @@ def _rows(path: Path) -> Iterator[Row]:
         with path.open("rb") as file:
             file.seek(end)
             if file.readline().endswith(b"\n"):
-                raise ExplanationError(f"{path} is damaged after byte {end}; run saliency batch again to repair it")
+                raise BatchError(f"{path} is damaged after byte {end}; run saliency batch again to repair it")
 
 
 def _comparison(folder: Path) -> Row | None:
