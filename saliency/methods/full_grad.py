@@ -191,11 +191,7 @@ def _constant_biases(grads: TargetGradients) -> dict[Node, Tensor | None]:
 
 
 def _terms(
-    node: Node,
-    operation: Operation,
-    passed: Gradients,
-    arrived: Gradients,
-    constants: Mapping[Node, Tensor | None],
+    node: Node, operation: Operation, passed: Gradients, arrived: Gradients, constants: Mapping[Node, Tensor | None]
 ) -> list[Tensor] | None:
     """Return the gradient times the bias of an operation, as a sum if it is not in the map; None if it has no rule.
 
