@@ -180,7 +180,10 @@ def read_back(rows: Tensor) -> list[tuple[float, ...]]:
     """Return rows (n, k) of numbers, and run the pending checks, after one transfer from the device."""
     waiting = cast("list[Any]", current_call().checks)
     checks, waiting[:] = waiting[:], []
-    numbers = iter(torch.cat([rows.flatten(), *(row.to(rows.device) for row, _ in checks)]).tolist())
+    flat = [rows.flatten()]
+    for row, _ in checks:
+        flat.append(row.to(rows.device))
+    numbers = iter(torch.cat(flat).tolist())
     read = list(zip(*[islice(numbers, rows.numel())] * rows.shape[1], strict=True))
     for row, check in checks:
         check(*islice(numbers, len(row)))
