@@ -686,13 +686,12 @@ class Together:
 
     def explain_batch(self, batch: Batch, target: Any, forward_args: ForwardArgs = ()) -> list[Explanation]:
         """Return one explanation per method, in their order, of a batch that was read."""
-        first, explain = self.methods[0], partial(_explain_by_all, self.methods)
         for method in self.methods[1:]:
             _require_values(method, len(batch.inputs))
-        with first.call(batch, [target], forward_args):
+        with self.methods[0].call(batch, [target], forward_args):
             if isinstance(batch, Answer) and len(batch.inputs) > 1:
-                return explain_by_image(batch, [target], explain)
-            return explain(batch, [target])
+                return explain_by_image(batch, [target], partial(_explain_by_all, self.methods))
+            return _explain_by_all(self.methods, batch, [target])
 
 
 def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Sequence[Any]) -> list[Explanation]:

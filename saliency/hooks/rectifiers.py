@@ -259,7 +259,7 @@ def _opaque(node: Any) -> str:
     """
     require_visible(node)
     name = node.name()
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
+    if graph.is_python_function(node):
         return "" if "_torchvision_" in name else name.removesuffix("Backward")
     if graph.hides_operation(node):
         hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
