@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -205,7 +204,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
     # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
-    scan: LayerScan = cached(model, _key("scan", model, x), partial(_scan, model, x), keeps=attrgetter("has_gradient"))
+    scan: LayerScan = cached(model, _key("scan", model, x), partial(_scan, model, x), lambda scan: scan.has_gradient)
     if scan.default is not None or target is None or not (scan.has_gradient and scan.candidates):
         return scan
     last = _last_with_gradient(model, x, scan.candidates, target)
