@@ -14,9 +14,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial, reduce
-from itertools import filterfalse, repeat
+from itertools import filterfalse, repeat, starmap
 from operator import attrgetter, itemgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, cast, overload
@@ -65,6 +65,7 @@ UNSATURATED = (
     "to explain the score before the sigmoid or softmax, pass saliency.neuron(NAME, CLASS) of the layer before it"
 )
 """The advice in the warning about a map of 0 for a probability near 0 or 1."""
+_FACTS = attrgetter(*(field.name for field in fields(QuestionFacts)))
 _RARE = ("whole", "layout", "calls")
 """Options that settings include only if they are set."""
 MIN_IMAGE_SHARE = 0.1
@@ -460,7 +461,7 @@ class Attribution(HasOptions, ABC):
             result.scores.detach(),
             result.layer,
             evidence,
-            questions=tuple([QuestionFacts(q.name, q.index, q.is_difference, q.box) for q in asked]),
+            questions=tuple(starmap(QuestionFacts, map(_FACTS, asked))),
             frames=batch.frames,
             input_size=tuple(batch.inputs.shape[2:]),
             method=label,
