@@ -7,10 +7,14 @@ import os
 from collections.abc import Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar
+from typing import Any, Literal, NoReturn, SupportsFloat, SupportsInt, TypeGuard, TypeVar, get_args
 
 from .aliases import matches
 from .errors import MethodError, SaliencyError, did_you_mean
+
+Sign = Literal["positive", "signed", "absolute"]
+SIGNS: tuple[Sign, ...] = get_args(Sign)
+"""The signs with which a map is drawn: its positive values, all values, or magnitudes."""
 
 _LONGEST = 80  # characters of a value in an error
 _Choice = TypeVar("_Choice")

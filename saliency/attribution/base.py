@@ -14,9 +14,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial, reduce
-from itertools import filterfalse
+from itertools import filterfalse, repeat, starmap
 from operator import attrgetter, itemgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, cast, overload
@@ -38,11 +38,8 @@ from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without
 from ..model.answer import Answer
 from ..model.call import (
     ForwardArgs,
-    Reading,
     arguments_of,
     bind_image,
-    bound,
-    current_call,
     model_attribute,
     prepared_for_attribution,
     read_back,
@@ -50,7 +47,7 @@ from ..model.call import (
     unwrap,
 )
 from ..model.inputs import Group, InputBatch, Key, ModelInputs, Views, has_several_inputs, require_volumes
-from ..model.layers import LayoutFunction, as_layout, find, trace_layers
+from ..model.layers import LayoutFunction, as_layout, find, layers_reading
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
 from ..targets.language import parse_target
 from ..targets.question import Question, QuestionFacts, Target
@@ -58,16 +55,7 @@ from ..validation import Registry, check_choice, described
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
 from .inputs import InputExplanations, explain_inputs
-from .options import (
-    ConvertedOption,
-    HasOptions,
-    Option,
-    PerImage,
-    PerInput,
-    PositionalOption,
-    declared_options,
-    is_per_input,
-)
+from .options import ConvertedOption, HasOptions, Option, PerImage, PerInput, PositionalOption, is_per_input
 from .questions import CallImages, Questions, has_batch_statistics, target_of, warn_of_coupled_images
 
 METHODS: Registry[type[Attribution]] = Registry("method")
@@ -77,6 +65,7 @@ UNSATURATED = (
     "to explain the score before the sigmoid or softmax, pass saliency.neuron(NAME, CLASS) of the layer before it"
 )
 """The advice in the warning about a map of 0 for a probability near 0 or 1."""
+_FACTS = attrgetter(*(field.name for field in fields(QuestionFacts)))
 _RARE = ("whole", "layout", "calls")
 """Options that settings include only if they are set."""
 MIN_IMAGE_SHARE = 0.1
@@ -196,15 +185,6 @@ class Attribution(HasOptions, ABC):
         """Return the names of the options, in the order of the constructor."""
         about_the_model = ("model", "layer", "layers", "preprocess", "categories", "whole", "layout")
         return tuple(name for name in cls.parameters() if name not in about_the_model)
-
-    @classmethod
-    @cache
-    def parameters(cls) -> tuple[str, ...]:
-        """Return the names of the constructor's parameters, with the declared options instead of `**keywords`."""
-        parameters = inspect.signature(cls).parameters.values()
-        names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        passed_on = declared_options(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
-        return tuple(dict.fromkeys([*names, *passed_on]))
 
     def __call__(self, *arguments: object, **keywords: object) -> NoReturn:
         """Raise TypeError: the call is `attribute`."""
@@ -372,7 +352,7 @@ class Attribution(HasOptions, ABC):
                 logits = WeakTensorKeyDictionary()
         state = arguments_of(forward_args, batch, layer)
         if isinstance(batch, InputBatch):
-            state["other_layers"] = partial(_reading, self.model, batch)
+            state["other_layers"] = partial(layers_reading, self.model, batch)
         return prepared_for_attribution(self.model, **state, layout=self.layout, logits=logits)
 
     def explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
@@ -380,9 +360,10 @@ class Attribution(HasOptions, ABC):
         if isinstance(batch, Answer) and len(batch.inputs) > 1:
             return explain_by_image(batch, targets, self.explain_batch)
         images = self.images(batch.inputs, batch.frames)
-        asked = [Questions(self.explained_target(target_of(target, images)), images) for target in targets]
-        results = self.explain_targets(batch.inputs, asked)
-        return [self.explanation(result, questions, batch) for result, questions in zip(results, asked, strict=True)]
+        asked = list[Questions]()
+        for target in targets:
+            asked.append(Questions(self.explained_target(target_of(target, images)), images))
+        return list(map(self.explanation, self.explain_targets(batch.inputs, asked), asked, repeat(batch)))
 
     def of_input(self, name: Key) -> Self:
         """Return the method with its options for one of several inputs."""
@@ -480,7 +461,7 @@ class Attribution(HasOptions, ABC):
             result.scores.detach(),
             result.layer,
             evidence,
-            questions=tuple([QuestionFacts(q.name, q.index, q.is_difference, q.box) for q in asked]),
+            questions=tuple(starmap(QuestionFacts, map(_FACTS, asked))),
             frames=batch.frames,
             input_size=tuple(batch.inputs.shape[2:]),
             method=label,
@@ -503,7 +484,7 @@ class Attribution(HasOptions, ABC):
         if self.units == "score" and "residual" in evidence and "ledger" not in evidence:
             rows.append(evidence["residual"].flatten().to(values.device))
         numbers = torch.stack(rows, 1)
-        read = read_back(numbers) if current_call().checks else numbers.tolist()
+        read = read_back(numbers)
         # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
         if not math.isfinite(sum(map(itemgetter(0), read))) and not torch.isfinite(values).all():
             bad = int((~torch.isfinite(values)).sum())
@@ -579,15 +560,6 @@ def _called(like: Any) -> Any:
     if isinstance(maker, type):
         raise MethodError(f"preprocess is the class {maker.__name__}; call it, as in weights.transforms()")
     return like
-
-
-def _reading(model: nn.Module, batch: InputBatch) -> frozenset[Reading]:
-    """Return the calls of layers that read other images than a batch, in a call of the batch."""
-    reading = frozenset[Reading]()
-    for other in batch.others:
-        with bound(batch=other, caches={}, other_layers=None):
-            reading |= trace_layers(model, other.inputs[:1]).reading
-    return reading
 
 
 def _require_values(method: Attribution, images: int) -> None:
@@ -715,13 +687,12 @@ class Together:
 
     def explain_batch(self, batch: Batch, target: Any, forward_args: ForwardArgs = ()) -> list[Explanation]:
         """Return one explanation per method, in their order, of a batch that was read."""
-        first, explain = self.methods[0], partial(_explain_by_all, self.methods)
         for method in self.methods[1:]:
             _require_values(method, len(batch.inputs))
-        with first.call(batch, [target], forward_args):
+        with self.methods[0].call(batch, [target], forward_args):
             if isinstance(batch, Answer) and len(batch.inputs) > 1:
-                return explain_by_image(batch, [target], explain)
-            return explain(batch, [target])
+                return explain_by_image(batch, [target], partial(_explain_by_all, self.methods))
+            return _explain_by_all(self.methods, batch, [target])
 
 
 def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Sequence[Any]) -> list[Explanation]:

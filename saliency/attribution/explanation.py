@@ -28,10 +28,10 @@ from ..io.atomic_write import write_by_suffix
 from ..io.geometry import Box, Frame, ImageBox
 from ..io.inputs import decode, encode
 from ..targets.question import QuestionFacts
+from ..validation import Sign as Sign
 from ..validation import check_path
 from .options import RunStats
 
-Sign = Literal["positive", "signed", "absolute"]
 Setting = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 PER_UNIT = "score per unit of normalised input"

@@ -6,7 +6,7 @@ Any number of methods and targets share the forward. Each gradient is computed o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
-from ..hooks.attention import AttentionCall, find_attention, find_passages
+from ..hooks.attention import AttentionCall, find_attention
 from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
 from ..hooks.manager import GradientRule, HookManager
 from ..hooks.operations import OperationRecord, SavedValues
@@ -107,6 +107,9 @@ class SharedForward:
         x: The batch (N, C, H, W).
         needs: The combined needs of the methods.
         targets: The number of targets, each with the backward passes that `needs` allows.
+
+    Attributes:
+        recording: Returns a context that records operations, if a method needs them.
     """
 
     def __init__(self, model: nn.Module, x: Tensor, needs: Needs, targets: int = 1) -> None:
@@ -122,14 +125,17 @@ class SharedForward:
         model, needs = self.model, self.needs
         self._records = records and bool(needs.values)
         vars(self).pop("operations", None)
+        self.recording: Callable[[], Any] = self.operations.recording if self._records else nullcontext
         with HookManager() as hooks:
-            if needs.values or needs.modules:
+            if needs.modules:
                 self.operations.trace(hooks, model, needs.modules)
-            starts = needs.gradients == "layers"
             captured = {}
-            for name in needs.layers:
-                if name not in captured:
-                    captured[name] = hooks.capture(_submodule(model, name), record=starts)
+            for name in dict.fromkeys(needs.layers):
+                try:
+                    layer = model.get_submodule(name)
+                except AttributeError:  # a user's `Needs` may name any layer
+                    layer = find(model, name)[1]
+                captured[name] = hooks.capture(layer, record=needs.gradients == "layers")
             answer = explained_answer() if needs.gradients == "input" else None
             self.embeddings = _capture_embeddings(hooks, answer, self.x) if answer else []
             with torch.set_grad_enabled(needs.gradients == "input"), self.recording():
@@ -147,15 +153,6 @@ class SharedForward:
     def operations(self) -> OperationRecord:
         """The record of the operations, with the values that the methods need."""
         return OperationRecord(self.x, self.needs.values)
-
-    def recording(self) -> AbstractContextManager[Any]:
-        """Return a context that records operations, if a method needs them."""
-        if not self._records:
-            return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(self.operations)
-        stack.enter_context(self.operations.saved_tensors())
-        return stack
 
     def read_graph(self, nodes: Sequence[Node]) -> bool:
         """Read operations from the graph if they were not recorded. Return False if the model must run with a record.
@@ -241,13 +238,6 @@ class TargetGradients:
         """The nodes of the autograd graph between the scores and the input, in the order of a backward pass."""
         self.require_gradient()
         return nodes_between(self.scores_in_graph, self.forward.x)
-
-    @cached_property
-    def token_nodes(self) -> list[Node]:
-        """The operation that returns the tokens before the block of each attention call, or the first operation."""
-        order = {node: index for index, node in enumerate(self.nodes)}
-        passages = [*find_passages(self.nodes), self.nodes[-1]]
-        return [next(node for node in passages if order[node] > order[call.node]) for call in self.attention]
 
     def shared(self, key: Any, compute: Callable[[], T]) -> T:
         """Return a value that methods share, such as a walk, by its key. The first method computes it."""
@@ -391,14 +381,6 @@ def no_gradient_message(*layers: str) -> str:
         f"no gradient of the score reaches layer {names}: the score does not depend on layer {names}, or {CUT}; choose "
         "a layer from which the score is computed, or pass no layer to use the last such layer"
     )
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    """Return a layer by its name. Raises LayerError if there is none: a user's `Needs` may name any layer."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return find(model, name)[1]
 
 
 def _capture_embeddings(hooks: HookManager, answer: Answer, x: Tensor) -> list[Tensor]:

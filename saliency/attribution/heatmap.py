@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from PIL import Image
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from ..errors import NonFiniteError, RenderError
 from ..io.axes import along_rows, at_least_float32, resize
-from ..validation import check_choice, check_number, described, is_integer
-from .explanation import Explanation, Sign
-
-SIGNS: tuple[Sign, ...] = get_args(Sign)
+from ..validation import SIGNS, Sign, check_choice, check_number, described, is_integer
+from .explanation import Explanation
 
 
 def heatmap(

@@ -20,6 +20,10 @@ from ..io.preprocess import Preprocess
 Chunk = int | Literal["auto"]
 Stopped = Literal["complete", "passes", "seconds", "tolerance"]
 
+LARGEST_PASSES, LARGEST_STEPS = 1_000_000, 5_000
+"""Largest values of the options `passes`, and `steps` of a path or a mask."""
+MOST_PASSES = 100_000
+"""Limit of the passes per image if only a tolerance or a time is set."""
 
 _Given = TypeVar("_Given", contravariant=True)
 _Stored = TypeVar("_Stored", covariant=True)
@@ -166,6 +170,15 @@ class HasOptions:
         """Set an attribute, after the check of the option if it is one."""
         option = getattr_static(type(self), name, None)
         super().__setattr__(name, option.stored(self, value) if isinstance(option, ConvertedOption) else value)
+
+    @classmethod
+    @cache
+    def parameters(cls) -> tuple[str, ...]:
+        """Return the names of the constructor's parameters, with the declared options instead of `**keywords`."""
+        parameters = inspect.signature(cls).parameters.values()
+        names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        passed_on = declared_options(cls) if any(p.kind == p.VAR_KEYWORD for p in parameters) else ()
+        return tuple(dict.fromkeys([*names, *passed_on]))
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Store the values of all options, starting with the base classes."""

@@ -11,10 +11,10 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from .base import Attribution
 from .estimates import Estimate
 from .explanation import BatchAttribution
 from .forward import Needs, SharedForward
-from .options import Chunk, Option, PerImage, RunStats, Stopped
+from .options import LARGEST_PASSES, MOST_PASSES, Chunk, Option, PerImage, RunStats, Stopped
 from .questions import Questions
 from .replay import TailForward
 from .window import WindowForward
@@ -67,11 +67,6 @@ CHECK_INTERVAL = 16
 
 LEAST_SAMPLES = 4
 """Number of samples at which listeners get a first estimate."""
-
-LARGEST_PASSES, LARGEST_STEPS = 1_000_000, 5_000
-"""Largest values of the options `passes`, and `steps` of a path or a mask."""
-MOST_PASSES = 100_000
-"""Limit of the passes per image if only a tolerance or a time is set."""
 
 _T = TypeVar("_T")
 
@@ -143,7 +138,8 @@ class Passes(ExitStack):
         self.x, self.budget, self.forward = x, budget or Budget(), forward
         self._model, self._target, self._image, self._score = model, target, image, score
         self._chunk, self._most = chunk, sys.maxsize  # the largest chunk that fits into memory
-        self._progress = PassProgress(label, progress, self.budget)
+        self._label, self._is_shown, self._bar = label, progress, cast("Any", None)  # the bar comes with the first pass
+        self._listener: Listener | None = current_call().listener
         self._partial: Callable[[], ImageAttribution | None] = lambda: None
         self._notes: list[str] = []
         self._compiled = current_call().compiled
@@ -154,9 +150,9 @@ class Passes(ExitStack):
         )
 
     def __enter__(self) -> Self:
-        for context in (bind_image(self._image), closing(self._progress), no_autocast(self.x)):
+        for context in (bind_image(self._image), no_autocast(self.x)):
             self.enter_context(context)
-        if self._progress.listener is not None:  # the passes of a wrapped method report the progress of this one
+        if self._listener is not None:  # the passes of a wrapped method report the progress of this one
             self.enter_context(listening(lambda *_: self.report()))
         return self
 
@@ -306,12 +302,14 @@ class Passes(ExitStack):
             estimate: See `Stopping`.
             partial: See `Stopping`.
         """
-        budget, progress, start, size = self.budget, self._progress, 0, size or self._size()
-        if estimate is not None and partial is None:
-            partial = partial_mean(estimate, at_least_float32(self.x))
-        self._partial = partial or (lambda: None)
+        budget, start, size = self.budget, 0, size or self._size()
+        like = at_least_float32(self.x)
+        self._partial = partial or (lambda: _mean_so_far(estimate, like))
         most = count if budget.passes is None else min(count, budget.passes - budget.used)
-        progress.extend(most)
+        if self._bar is None:
+            self._bar = self.enter_context(progress_bar(self._label, most, "pass", self._is_shown))
+        else:
+            self._bar.total += most
         while start < most and not (start >= least and budget.is_over()):
             now = budget.fitting(min(most - start, size, self._most), start, least)
             if now > 1 and self._is_single:
@@ -334,13 +332,16 @@ class Passes(ExitStack):
             yield result
             if estimate is not None and budget.is_met(estimate):
                 return
-            progress.advance(self._result, now)
+            self.report(now)
         if start >= most and (most < count or budget.used == budget.passes):
             budget.stopped = "passes"
 
-    def report(self) -> None:
-        """Call the listener, which may end the call. Methods use this in long steps between their passes."""
-        self._progress.advance(self._result)
+    def report(self, passes: int = 0) -> None:
+        """Call the listener, which may end the call, after some passes or in a long step of a method between them."""
+        if self._bar is not None:
+            self._bar.update(passes)
+        if self._listener is not None:
+            self._listener(self.budget.used / self._bar.total if self._bar is not None else 0.0, self._result)
 
     def in_time(self, run: Callable[[int], _T], steps: int) -> _T:
         """Return the result of `run(steps)`, with fewer steps if more do not fit into the remaining time.
@@ -504,9 +505,9 @@ def from_estimate(estimate: Estimate, like: Tensor, layer: str | None = None) ->
     return ImageAttribution(estimate.mean.to(like.dtype), error, estimate.agreement, layer=layer, notes=estimate.notes)
 
 
-def partial_mean(estimate: Estimate, like: Tensor) -> Callable[[], ImageAttribution | None]:
-    """Return a function that returns an estimate as an attribution, or None if it has few samples."""
-    return lambda: from_estimate(estimate, like) if estimate.count >= LEAST_SAMPLES else None
+def _mean_so_far(estimate: Estimate | None, like: Tensor) -> ImageAttribution | None:
+    """Return an estimate as an attribution, or None if it has few samples."""
+    return None if estimate is None or estimate.count < LEAST_SAMPLES else from_estimate(estimate, like)
 
 
 def stack_images(images: Sequence[ImageAttribution], scores: Tensor, stats: tuple[RunStats, ...]) -> BatchAttribution:
@@ -539,16 +540,6 @@ Partial = Callable[[], BatchAttribution | None]
 """Returns the result of the passes so far, of one image and one target; None if there is no result yet."""
 Listener = Callable[[float, Partial], None]
 """Called between the chunks with the fraction of passes that are done, and the result so far. It may raise."""
-
-
-class Sampled(Protocol):
-    """Estimate whose number of samples and error a budget reads."""
-
-    count: int
-
-    @property
-    def relative_error(self) -> float:
-        """The root mean square of the errors over the root mean square of the means."""
 
 
 class Budget:
@@ -586,7 +577,7 @@ class Budget:
             self.stopped = "seconds"
         return is_over
 
-    def is_met(self, estimate: Sampled) -> bool:
+    def is_met(self, estimate: Estimate) -> bool:
         """Return whether an estimate meets the tolerance.
 
         A check takes longer with more samples, so the next check waits until there are 1/16 more samples.
@@ -636,43 +627,6 @@ class Budget:
             steps *= 2 if trial else 1
         self.passes = passes
         return min(most, max(2, int((self.seconds - now) * steps / max(now - start, 1e-9))))
-
-
-class PassProgress:
-    """Progress of the passes of one image: a bar, and calls of the listener of the call.
-
-    Args:
-        label: The text of the bar.
-        is_shown: As for `progress_bar`.
-        budget: Counts the passes.
-
-    Attributes:
-        listener: The listener of the call, or None.
-    """
-
-    def __init__(self, label: str, is_shown: bool | None, budget: Budget) -> None:
-        self.listener: Listener | None = current_call().listener
-        self._label, self._is_shown, self._budget = label, is_shown, budget
-        self._bar: Any = None
-
-    def extend(self, passes: int) -> None:
-        """Add passes to the total."""
-        if self._bar is None:
-            self._bar = progress_bar(self._label, passes, "pass", self._is_shown)
-        else:
-            self._bar.total += passes
-
-    def advance(self, partial: Partial, passes: int = 0) -> None:
-        """Move the bar by passes that have run, and call the listener, if any, with the result so far."""
-        if self._bar is not None:
-            self._bar.update(passes)
-        if self.listener is not None:
-            self.listener(0.0 if self._bar is None else self._budget.used / self._bar.total, partial)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 def chunk_size(x: Tensor, on_cpu: int = CHUNK_CPU) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +19,18 @@ from ..io.geometry import Frame, Geometry
 from ..io.inputs import Batch
 from ..model.answer import Answer
 from ..model.call import (
-    NO_ARGUMENTS,
     bind_image,
-    bound,
-    cache_of,
+    cached,
     check_later,
     current_call,
     last_operation,
     leaf,
     run_model,
+    run_without_arguments,
 )
 from ..model.dual_encoder import DualEncoder
 from ..model.inputs import InputBatch
-from ..model.layers import find, is_channels_first, trace_layers
+from ..model.layers import CHANNELS_FIRST, find, trace_layers
 from ..targets.boxes import BoxTarget
 from ..targets.classes import ClassTarget, Contrast, Probability, TargetLike, as_target
 from ..targets.language import parse_target
@@ -97,8 +95,7 @@ class CallImages(Images):
         """Return the model's output for a reference image, without the arguments of the call."""
         if self._read is None:
             return super().encode_image(image)
-        with bound(**NO_ARGUMENTS), torch.no_grad():
-            return run_model(self._model, self._read(image).inputs)
+        return run_without_arguments(self._model, self._read(image).inputs)
 
     def is_probability(self, scores: Tensor) -> bool:
         """Return whether the scores end in a sigmoid or softmax."""
@@ -112,7 +109,7 @@ class CallImages(Images):
     def channel_axis(self, layer: Any) -> tuple[str, int | None]:
         """Return the name of a layer, and the axis of channels in its output, or None if it cannot be determined."""
         name, module = find(self._model, layer)
-        if is_channels_first(module):
+        if isinstance(module, CHANNELS_FIRST):
             return name, 1
         if isinstance(module, nn.Linear):
             return name, -1
@@ -171,7 +168,7 @@ class Questions:
     def __init__(self, target: TargetLike, images: Images) -> None:
         self.images = images
         self.target = (target if isinstance(target, Target) else target_of(target, images)).prepared(images)
-        self.asked = _UNASKED
+        self.asked = QuestionBatch([], self)  # asked of the first output
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
@@ -253,13 +250,6 @@ def _require_plain(output: Any, logits: MutableMapping[Tensor, str]) -> None:
     if any(last_operation(tensor, logits) for tensor in tree_tensors(output)):
         problem = "regions and joints read the values before the last sigmoid or softmax of this model"
         raise TargetError(f"{problem}; explain them in another call than other targets")
-
-
-def _unasked(output: Any) -> NoReturn:
-    raise TargetError("the questions of a call are asked of its first output")
-
-
-_UNASKED = QuestionBatch([], _unasked)
 
 
 def explained_answer() -> Answer | None:
@@ -386,22 +376,15 @@ def _dtype_of(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-_serial_reasons: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
-
-
 def cached_serial_reason(model: nn.Module, x: Tensor) -> str:
     """Return why passes cannot run together for a class, cached for the modules, their hooks and the image's shape."""
-    key = tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules_and_hooks(model)
-    cached: dict[Hashable, str] = cache_of(_serial_reasons, model)
-    if key in cached:
-        return cached[key]
-    reason = output_rows(model, x).serial_reason.replace(_UNDIVIDED, "")
-    if reason in ("", _COUPLED):  # an error of the model, such as out of memory, may not recur
-        cached[key] = reason
-    return reason
+    key = "serial", tuple(x.shape[1:]), x.dtype, x.device, _dtype_of(x), modules_and_hooks(model)
 
+    def compute() -> str:
+        return output_rows(model, x).serial_reason.replace(_UNDIVIDED, "")
 
-_probabilities: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
+    # An error of the model, such as out of memory, may not recur.
+    return cached(model, key, compute, keeps=("", _COUPLED).__contains__)
 
 
 def _ends_in_probability(model: nn.Module, x: Tensor, scores: Tensor) -> bool:
@@ -410,12 +393,13 @@ def _ends_in_probability(model: nn.Module, x: Tensor, scores: Tensor) -> bool:
     The model runs once on one image; the answer is cached for its modules, their hooks and the size of the scores.
     """
     size = scores[0].numel()
-    key, cached = (modules_and_hooks(model), size), cache_of(_probabilities, model)
-    if key not in cached:
+
+    def compute() -> bool:
         with bind_image(0), torch.enable_grad():
             outputs = [part for part in tree_tensors(run_model(model, leaf(x[:1]))) if part.numel() == size]
-            cached[key] = any(map(ends_in_probability, outputs))
-    return bool(cached[key])
+            return any(map(ends_in_probability, outputs))
+
+    return cached(model, ("probability", modules_and_hooks(model), size), compute)
 
 
 def has_batch_statistics(model: nn.Module) -> bool:

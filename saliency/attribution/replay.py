@@ -154,10 +154,6 @@ class Tape(MemoryMode[_MemoryState]):
         self._slots: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # slot, earlier writes
         self._indices: dict[int, int] = {}  # in `external`, by id
 
-    def begin(self, source: Tensor) -> None:
-        """Record all operations that depend on a tensor from now on."""
-        self._add_slot(source)
-
     def end(self, output: Any) -> None:
         """Record the forward's output, and release its memory."""
         tensors = list(tree_tensors(output))
@@ -187,7 +183,7 @@ class Tape(MemoryMode[_MemoryState]):
         result = op(*args, **kwargs)
         if placeholders:
             results = as_results(result)
-            slots = tuple(self._add_slot(part) if _is_plain(part) else None for part in results)
+            slots = tuple(self.add_slot(part) if _is_plain(part) else None for part in results)
             shape = next((tuple(part.shape) for part in results if isinstance(part, Tensor)), ())
             self.steps.append(ReplayStep(op, placeholders[0], placeholders[1], slots, shape))
         return result
@@ -202,8 +198,8 @@ class Tape(MemoryMode[_MemoryState]):
             self.aliased |= recorded is not None and recorded[1] != memory.writes
         return ""
 
-    def _add_slot(self, tensor: Tensor) -> int:
-        """Return a new slot for a tensor. The result of an in-place operation gets another slot."""
+    def add_slot(self, tensor: Tensor) -> int:
+        """Return a new slot for a tensor, the source or a result. That of an in-place operation gets another slot."""
         memory = self.memory(tensor)
         memory.depends = True
         self._slots[tensor] = (self.slots, memory.writes)
@@ -270,6 +266,7 @@ class Program:
         steps: The operations.
         outputs: The placeholders of the tensors in the output.
         shapes: Their shapes, with row counts.
+        external: The other tensors that they read, for any number of rows.
         aliased: As for `Tape`.
         slots: The number of slots.
         output: The forward's output, with empty tensors.
@@ -291,13 +288,9 @@ class Program:
         self.largest = max((math.prod(step.shape) for step in first.steps), default=0) // rows
         pairs = enumerate(zip(first.external, second.external, strict=True))
         changed = first.overwritten
-        self._external = [_merged_external(*pair, rows, overwritten=index in changed) for index, pair in pairs]
+        self.external = [_merged_external(*pair, rows, overwritten=index in changed) for index, pair in pairs]
         steps = zip(first.steps, second.steps, _last_reads(first), strict=True)
         self.steps = [_merged_step(*step, rows) for step in steps]
-
-    def external(self, rows: int) -> list[Tensor]:
-        """Return the external tensors for a number of rows."""
-        return [tensor.for_rows(rows) for tensor in self._external]
 
 
 class Replay:
@@ -314,7 +307,7 @@ class Replay:
 
     def __init__(self, program: Program, source: Any, rows: int) -> None:
         self.program, self.rows, self.computed = program, rows, 0
-        self.external = program.external(rows)
+        self.external = [tensor.for_rows(rows) for tensor in program.external]
         self.values: list[Any] = [source] + [None] * (program.slots - 1)
 
     def run(self, step: ReplayStep) -> list[Any]:
@@ -539,7 +532,7 @@ class TailForward(PartialForward):
                 self.activation = first.detach().clone()
             replaced = (self.activation if rows is None else rows).clone()
             if tape is not None:
-                tape.begin(replaced)
+                tape.add_slot(replaced)
             return tree_map_tensors(output, lambda tensor: replaced if tensor is first else tensor)
 
         with HookManager() as hooks:

@@ -346,7 +346,7 @@ class WindowForward(PartialForward):
     def _run(self, rows: Tensor | None, tape: Tape | None = None) -> Any:
         images = (self._x if rows is None else rows).clone()
         if tape is not None:
-            tape.begin(images)
+            tape.add_slot(images)
         return run_model(self._model, images)
 
     def _try(self, program: Program, rows: Tensor | None) -> Any:

@@ -28,8 +28,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..aliases import answer_keywords
+from ..validation import SIGNS
 from .failures import BatchError, StoppedError, writing_to
-from .options import FORMATS, SIGNS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
+from .options import FORMATS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
 from .run import execute
 from .sources import find_images, require_images
 from .store import ManifestStore, locked

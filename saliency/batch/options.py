@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..aliases import answer_keywords
-from ..validation import check_choice, check_integer, check_number, described
+from ..validation import SIGNS, Sign, check_choice, check_integer, check_number, described
 from .failures import BatchError
 
 if TYPE_CHECKING:
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from ..targets.question import Target
 
 Format = Literal["png", "jpg", "webp"]
-Sign = Literal["positive", "signed", "absolute"]
 
 FORMATS: tuple[Format, ...] = ("png", "jpg", "webp")
-SIGNS: tuple[Sign, ...] = ("positive", "signed", "absolute")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -23,25 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
-from .autograd_graph import (
-    MemoryMode,
-    OpOverload,
-    current_sequence_nr,
-    free_saved,
-    is_python_function,
-    memory_id,
-    next_functions,
-    operator_schema,
-    saved,
-    sequence_nr,
-    source_edge,
-    tensor_version,
-    view_base,
-)
+from . import autograd_graph as graph
 from .manager import HookManager
 from .pytree import tree_leaves, tree_map, tree_map_tensors, tree_tensors
 
-Op = OpOverload
+Op = graph.OpOverload
 # Checked for each argument: a union would be built each time.
 _LISTS = (list, tuple)
 _CLONE = torch.ops.aten.clone.default
@@ -130,12 +116,12 @@ class WeakTensor:
     __slots__ = ("_count", "_reference")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reference, self._count = TensorWeakRef(tensor), tensor_version(tensor)
+        self._reference, self._count = TensorWeakRef(tensor), graph.tensor_version(tensor)
 
     def alive(self) -> Tensor | None:
         """Return the tensor; None if it was freed, or written to."""
         tensor: Tensor | None = self._reference()
-        return tensor if tensor is not None and tensor_version(tensor) == self._count else None
+        return tensor if tensor is not None and graph.tensor_version(tensor) == self._count else None
 
 
 class WeakResult(WeakTensor):
@@ -168,7 +154,7 @@ def operator_name(op: Op) -> str:
 @cache
 def _schema(op: Op) -> dict[str, bool]:
     """Return for each argument of an operation, by name, whether it is written to."""
-    arguments = operator_schema(op).arguments
+    arguments = graph.operator_schema(op).arguments
     return {part.name: part.alias_info is not None and part.alias_info.is_write for part in arguments}
 
 
@@ -199,6 +185,8 @@ def uses_batch_statistics(operation: Operation) -> bool:
 
 LINEAR = frozenset({"convolution", "addmm", "mm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot"})
 """Convolutions and matrix products."""
+FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+"""The two factors of the products of matrices."""
 ADDITIVE = frozenset(
     {"add", "sub", "rsub", "cat", "stack", "where", "masked_fill", "masked_scatter", "addcmul", "constant_pad_nd"}
     | {"slice_scatter", "select_scatter", "scatter", "scatter_add", "index_add"}
@@ -212,16 +200,26 @@ ACTIVATIONS = frozenset(
     {"hardtanh", "hardswish", "hardsigmoid", "silu", "gelu", "elu", "celu", "mish", "softplus", "tanh", "sigmoid"}
 )
 """Activation functions that are not of degree one."""
+MOVES = {
+    *("cat", "stack", "index", "index_select", "roll", "flip", "repeat", "constant_pad_nd", "select_scatter", "im2col"),
+    *("slice_scatter", "masked_scatter", "pixel_shuffle", "pixel_unshuffle", "reflection_pad2d", "replication_pad2d"),
+}
+"""Operations that move or repeat numbers without changing them, besides views."""
 PLAIN = {
-    *("add", "sub", "rsub", "neg", "cat", "stack", "sum", "mean", "clone", "_to_copy", "copy", "constant_pad_nd"),
-    *("reflection_pad3d", "replication_pad3d", "avg_pool3d", "_adaptive_avg_pool3d", "upsample_nearest3d"),
-    *("upsample_trilinear3d", "_upsample_nearest_exact3d"),
-    *("reflection_pad2d", "replication_pad2d", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"),
-    *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d", "_upsample_bicubic2d_aa"),
-    *("_upsample_bilinear2d_aa", "index", "index_select", "gather", "index_put", "roll", "flip", "repeat", "where"),
-    *("masked_fill", "im2col", "col2im", "unfold", "cumsum", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
-    *("native_channel_shuffle", "select_scatter", "as_strided", "slice_scatter", "tril", "triu", "native_dropout"),
-    *("roi_align", "ps_roi_align", "unsafe_split", "unsafe_chunk", "masked_scatter", "nll_loss_forward"),
+    *MOVES,
+    *("add", "sub", "rsub", "neg", "sum", "mean", "clone", "_to_copy", "copy", "reflection_pad3d", "replication_pad3d"),
+    *("avg_pool3d", "_adaptive_avg_pool3d", "upsample_nearest3d", "upsample_trilinear3d", "_upsample_nearest_exact3d"),
+    *(
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "gather",
+    ),
+    *("_upsample_nearest_exact2d", "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "index_put", "where", "col2im"),
+    *("masked_fill", "unfold", "cumsum", "channel_shuffle", "native_channel_shuffle", "as_strided", "tril", "triu"),
+    *("native_dropout", "roi_align", "ps_roi_align", "unsafe_split", "unsafe_chunk", "nll_loss_forward"),
     *("nll_loss2d_forward", "_fft_r2c", "_fft_c2r", "_fft_c2c", "trace", "take", "scatter", "scatter_add", "index_add"),
 }
 """Linear operations without weights that are not views."""
@@ -235,7 +233,7 @@ HOMOGENEOUS = {
 
 def is_custom_function(node: Node | None) -> bool:
     """Return whether a node belongs to a custom function in Python or C++, inside which operations have no nodes."""
-    return is_python_function(node) or type(node).__name__ == "CppFunction"
+    return graph.is_python_function(node) or type(node).__name__ == "CppFunction"
 
 
 @cache
@@ -262,7 +260,7 @@ def is_pointwise(op: Op) -> bool:
 @cache
 def is_view(op: Op) -> bool:
     """Return whether an operation returns a view of its operand, or the same numbers in another shape."""
-    aliases = [part.alias_info for part in operator_schema(op).returns]
+    aliases = [part.alias_info for part in graph.operator_schema(op).returns]
     is_alias = any(alias is not None and not alias.is_write for alias in aliases)
     return is_alias or torch.Tag.inplace_view in op.tags or operator_name(op) == "_unsafe_view"
 
@@ -340,15 +338,9 @@ _SAVE_NO_OPERAND = {"MaxPool2DWithIndicesBackward0", "ReluBackward0"}
 
 
 @cache
-def _parts(op: Op) -> list[tuple[str, bool]]:
-    """Return the names of the arguments of an operation, and whether each is a tensor."""
-    return [(part.name, "Tensor" in str(part.type)) for part in operator_schema(op).arguments]
-
-
-@cache
-def _holds_tensors(op: Op) -> list[bool]:
-    """Return whether each argument of an operation is or holds tensors."""
-    return [is_tensor for _, is_tensor in _parts(op)]
+def _holds_tensors(op: Op) -> dict[str, bool]:
+    """Return for each argument of an operation, by name, whether it is or holds tensors."""
+    return {part.name: "Tensor" in str(part.type) for part in graph.operator_schema(op).arguments}
 
 
 def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | None:
@@ -356,13 +348,13 @@ def operation_of(node: Node, on_path: Container[Node | None]) -> Operation | Non
     op = _SELF_CONTAINED.get(node.name())
     if op is None:
         return None
-    operands, args = iter(next_functions(node)), {}
+    operands, args = iter(graph.next_functions(node)), {}
     is_linear = operator_name(op) in LINEAR
-    for name, is_tensor in _parts(op):
-        value = saved(node, name, None)
+    for name, is_tensor in _holds_tensors(op).items():
+        value = graph.saved(node, name, None)
         if is_tensor and (edge := next(operands, None)) is not None:
             value = getattr(edge[0], "variable", None) if value is None else value
-            is_absent = name == "bias" and saved(node, "bias_sym_sizes_opt", None) == (0,)
+            is_absent = name == "bias" and graph.saved(node, "bias_sym_sizes_opt", None) == (0,)
             if value is None and not is_absent and (is_linear or edge[0] not in on_path):
                 return None
         if is_tensor or value is not None:
@@ -380,7 +372,7 @@ class _MemoryRecord:
         self.holders: list[Operation] = []  # operations that store values in it
 
 
-class OperationRecord(MemoryMode[_MemoryRecord]):
+class OperationRecord(graph.MemoryMode[_MemoryRecord]):
     """Recorder of this thread's operations, by the sequence numbers of their nodes. It can be entered several times.
 
     Args:
@@ -402,9 +394,9 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
 
     def operation(self, node: Node) -> Operation | None:
         """Return the operation of a node; None if it was not recorded."""
-        if is_python_function(node):
+        if graph.is_python_function(node):
             return _linear_of_torchvision(node)  # other functions may run any operations
-        number = sequence_nr(node)
+        number = graph.sequence_nr(node)
         # An operation in place on a view has two nodes: its own, and one that copies the result into the whole.
         return self._operations.get(number - (type(node).__name__ == "CopySlices"))
 
@@ -415,13 +407,13 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
             nodes: The nodes between the scores and the image, in the order of a backward pass.
             replaces: Whether nothing was recorded, so that the operations of the nodes are taken from the graph.
         """
-        on_path = {*nodes, next_functions(nodes[-1])[0][0]}
+        on_path = {*nodes, graph.next_functions(nodes[-1])[0][0]}
         of_changes = self.keep == SavedValues.CHANGES
         if self.keep == SavedValues.LINEAR:  # the result of a convolution is only in the graph as input of a batch norm
             normalised = set[Node | None]()
             for node in nodes:
                 if node.name() == "NativeBatchNormBackward0":
-                    normalised.add(next_functions(node)[0][0])
+                    normalised.add(graph.next_functions(node)[0][0])
                 elif node.name() == "ConvolutionBackward0" and node not in normalised:
                     return False
         for node in nodes:
@@ -432,59 +424,60 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
             if from_graph is None or (operation and operation.args.get("value")):
                 return False
             if replaces:
-                self._operations.setdefault(sequence_nr(node), from_graph)
+                self._operations.setdefault(graph.sequence_nr(node), from_graph)
             is_linear = from_graph.name == "convolution" or from_graph.args.get("training") is False
-            reads_path = [successor in on_path for successor, _ in next_functions(node)]
+            reads_path = [successor in on_path for successor, _ in graph.next_functions(node)]
             if of_changes and replaces and is_linear and reads_path[0] and sum(reads_path) == 1:
                 from_graph.kept_args["input"] = None  # only gradients of weights read it
-                free_saved(node, _shape, _unread)
+                graph.free_saved(node, _shape, _unread)
         return True
 
     def free(self, node: Node) -> None:
         """Free the stored values of a node's operation, and the tensors that the node saved for its gradient."""
-        if (operation := self._operations.pop(sequence_nr(node), None)) is not None:
+        if (operation := self._operations.pop(graph.sequence_nr(node), None)) is not None:
             # A walk, or an operation off the path, may still reference the operation.
             operation.kept_args, operation.kept_result, operation.shared = {}, None, {}
-        free_saved(node)
+        graph.free_saved(node)
 
     def trace(self, hooks: HookManager, model: nn.Module, modules: Iterable[str]) -> None:
         """Record the sequence numbers of each call of some modules."""
         for name in modules:
 
             def end(begin: int, output: Any, name: str = name) -> None:
-                self.calls[name].append(range(begin, current_sequence_nr()))
+                self.calls[name].append(range(begin, graph.current_sequence_nr()))
 
-            hooks.around(model.get_submodule(name), lambda args, kwargs: current_sequence_nr(), end)
+            hooks.around(model.get_submodule(name), lambda args, kwargs: graph.current_sequence_nr(), end)
 
     def modules(self, node: Node) -> list[str]:
         """Return the traced modules whose calls ran the operation of a node."""
-        number = sequence_nr(node)
+        number = graph.sequence_nr(node)
         return [name for name, calls in self.calls.items() if any(number in call for call in calls)]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it depends on the image."""
         kwargs, name = kwargs or {}, operator_name(op)
-        operands = list(compress(args, _holds_tensors(op)))
+        operands = list(compress(args, _holds_tensors(op).values()))
         dependent = list(map(self._depends, operands))
         if True not in dependent:
             result = op(*args, **kwargs)
             if name in ("unsafe_split", "unsafe_chunk"):  # the model may write to each chunk separately, as in a GRU
                 self._chunks.update((id(chunk), chunk) for chunk in result)
-            self._clone = (current_sequence_nr() - 1, args[0], result) if op is _CLONE else None
+            self._clone = (graph.current_sequence_nr() - 1, args[0], result) if op is _CLONE else None
             return result
-        number = current_sequence_nr() - 1
+        number = graph.current_sequence_nr() - 1
         # Without gradients, for example in a hook of saved tensors inside another operation, no node is created.
         has_node, writes = torch.is_grad_enabled(), writes_operand(op)
         stores = has_node and _is_stored(op, self.keep)
         stores = stores and not (self.keep == SavedValues.CHANGES and _is_linear(op, args, dependent))
-        base = view_base(args[0]) if writes else None
+        base = graph.view_base(args[0]) if writes else None
         is_alone = base is not None and is_elementwise(op) and not any(isinstance(part, Tensor) for part in args[1:])
         target = base if base is not None and is_alone and base.numel() == args[0].numel() else args[0]
         is_weak = self.keep == SavedValues.ALL
         operation = Operation(op, name, is_weak=is_weak, is_part=base is not None and target is not base)
         if stores or is_weak or name in ADDITIVE or is_batch_norm(op):
             named = named_arguments(op, (target, *args[1:]), kwargs)
-            change = self._weak if is_weak else None if stores else self._constant
+            constant = None if stores else lambda tensor: None if self._depends(tensor) else tensor
+            change = self._weak if is_weak else constant
             operation.kept_args = named if change is None else tree_map_tensors(named, change)
         if writes:
             number = self._before_write(operation, target, number)
@@ -497,7 +490,7 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
             for memory in (*memories, *map(self.memory, _tensors(operands))):
                 memory.holders.append(operation)
         if has_node:
-            self._clone = (current_sequence_nr() - 1, args[0], result) if op is _CLONE else None
+            self._clone = (graph.current_sequence_nr() - 1, args[0], result) if op is _CLONE else None
             self._operations.setdefault(number, operation)
         return result
 
@@ -512,28 +505,29 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
         is_read = self.keep == SavedValues.LINEAR or (self.keep <= SavedValues.CONSTANTS and not is_linear)
         return result if is_read else None
 
-    def saved_tensors(self) -> AbstractContextManager[Any]:
-        """Return a context in which the graph saves no values that depend on the image, if none are to be stored."""
-        if self.keep != SavedValues.CHANGES:
-            return nullcontext()
-        record = weakref.proxy(
-            self
-        )  # the graph holds the hooks, and is only freed if the hooks do not hold its tensors
-        return saved_tensors_hooks(
-            lambda tensor: _shape(tensor) if record._is_unread(tensor) else tensor,
-            lambda packed: packed if isinstance(packed, Tensor) else _unread(packed),
-        )
+    def recording(self) -> ExitStack:
+        """Return a context that records, in which the graph saves no values of the image if none are to be stored."""
+        stack, record = ExitStack(), weakref.proxy(self)
+        stack.enter_context(self)
+        if self.keep == SavedValues.CHANGES:
+            # The graph holds the hooks, and is only freed if the hooks do not hold its tensors.
+            hooks = saved_tensors_hooks(
+                lambda tensor: _shape(tensor) if record._is_unread(tensor) else tensor,
+                lambda packed: packed if isinstance(packed, Tensor) else _unread(packed),
+            )
+            stack.enter_context(hooks)
+        return stack
 
     def _is_unread(self, tensor: Tensor) -> bool:
         """Return whether no rule reads a tensor from the graph: it depends on the image, or the record stores it."""
-        running = self._operations.get(current_sequence_nr() - 1)  # None until its results are saved
+        running = self._operations.get(graph.current_sequence_nr() - 1)  # None until its results are saved
         return self._depends(tensor) or (running is not None and bool(running.args))
 
     def _weak(self, tensor: Tensor) -> Tensor | WeakResult:
         """Return an operand to store: a weak reference if it is the unchanged result of a recorded operation."""
-        if tensor.is_leaf or tensor_version(tensor) or not self._depends(tensor):
+        if tensor.is_leaf or graph.tensor_version(tensor) or not self._depends(tensor):
             return tensor
-        node, index = source_edge(tensor)
+        node, index = graph.source_edge(tensor)
         source = self.operation(node)
         return tensor if source is None or is_fixed(source.op) else WeakResult(tensor, source, index)
 
@@ -555,27 +549,23 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
             if self.operation(node):
                 self.memory(tensor).depends = True
                 return True
-            nodes += {function for function, _ in next_functions(node)} - {None, *nodes}
+            nodes += {function for function, _ in graph.next_functions(node)} - {None, *nodes}
         return False
-
-    def _constant(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor itself, or None if it depends on the image."""
-        return None if self._depends(tensor) else tensor
 
     def _before_write(self, operation: Operation, target: Tensor, number: int) -> int:
         """Copy stored values in the memory of a tensor that is about to be written; return the node's number."""
-        memory = memory_id(target)
+        memory = graph.memory_id(target)
         self._chunks.pop(id(target), None)
         clone = self._clone if self._clone and self._clone[0] == number else None
         # An operation that needs its operand later clones it first, and this clone takes the next number.
-        is_own = clone is not None and memory_id(clone[1]) == memory
+        is_own = clone is not None and graph.memory_id(clone[1]) == memory
         args = operation.kept_args
         is_stored = any(value is target for value in args.values())
         copied = clone[2] if clone and clone[1] is target else target.clone() if is_stored else target
         operation.kept_args = {name: copied if value is target else value for name, value in args.items()}
 
         def kept_copy(stored: Tensor) -> Tensor:
-            if memory_id(stored) != memory:
+            if graph.memory_id(stored) != memory:
                 return stored
             return copied if stored is target and copied is not target else stored.clone()
 
@@ -586,7 +576,7 @@ class OperationRecord(MemoryMode[_MemoryRecord]):
             result = holder.kept_result
             if not is_rectified:
                 holder.kept_result = tree_map_tensors(result, kept_copy)
-            elif holder.name in LINEAR and result is not None and memory_id(result) == memory:
+            elif holder.name in LINEAR and result is not None and graph.memory_id(result) == memory:
                 dims = tuple(range(1, result.dim())) if holder.name == "convolution" else (-1,)
                 holder.norms = norms_over(result, dims) if holder.norms is None else holder.norms
         if is_own:

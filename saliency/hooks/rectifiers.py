@@ -210,7 +210,7 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
 
     Raises:
         NotApplicableError: A part of the model is compiled, fused or checkpointed so that its nodes are not in the
-            graph, or works in place on a part of a tensor.
+            graph.
         TargetError: The score does not depend on the input.
     """
     rectifiers: list[Nonlinearity] = []
@@ -219,7 +219,7 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
     for node in graph.nodes_between(score, x):
         if type(node) in _transparent:
             continue
-        kind = _kind_of(graph.inner_node(node))
+        kind = _kind_of(graph.wrapped_node(node) or node)
         if kind in _HIDDEN:
             hidden[kind.name] += 1
         elif kind is not None:
@@ -230,6 +230,12 @@ def find_nonlinearities(score: Tensor, x: Tensor) -> Nonlinearities:
             else:
                 hidden[opaque] += 1
     return Nonlinearities(rectifiers, others, hidden)
+
+
+def require_whole(nonlinearity: Nonlinearity) -> None:
+    """Raise NotApplicableError if a nonlinearity works in place on a part of a tensor."""
+    if type(nonlinearity.node).__name__ == "CopySlices" and graph.inner_node(nonlinearity.node) is nonlinearity.node:
+        raise NotApplicableError(f"a {nonlinearity.kind} works in place on a part of a tensor, {_IN_PLACE}")
 
 
 def require_visible(node: Node) -> None:
@@ -253,16 +259,13 @@ def _opaque(node: Any) -> str:
     """
     require_visible(node)
     name = node.name()
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
+    if graph.is_python_function(node):
         return "" if "_torchvision_" in name else name.removesuffix("Backward")
     if graph.hides_operation(node):
         hint = f"torch>=2.14 shows which one it is (this is {torch.__version__})"
         raise NotApplicableError(f"an operation, possibly a ReLU, works in place on a view, {_IN_PLACE}; {hint}")
     if wrapped := graph.wrapped_node(node):
-        kind = _kind_of(wrapped)
-        if kind in (*_RECTIFIERS, *_OTHERS):
-            raise NotApplicableError(f"a {kind.name} works in place on a part of a tensor, {_IN_PLACE}")
-        return kind.name if kind else _opaque(wrapped)
+        return _opaque(wrapped)
     if type(node).__name__ == "CppFunction":
         return "" if "vision::ops" in name or "torchvision" in name else name
     if type(node).__name__ != "CopySlices" and type(node) not in _kinds_by_class():

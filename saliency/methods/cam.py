@@ -92,7 +92,8 @@ class LayerAttribution(TracedAttribution):
         if layers is None and self.reads_levels:
             layers = default_layers(self.model, x, target)
         layers = layers or (default_layer(self.model, x, target),)
-        return needs_with(self.needs, layers=layers, all_calls=getattr(self, "calls", None) == "sum")
+        all_calls = isinstance(self, LayerCombination) and self.calls == "sum"
+        return needs_with(self.needs, layers=layers, all_calls=all_calls)
 
 
 def summed_levels(maps: Sequence[Tensor]) -> Tensor:

@@ -12,8 +12,7 @@ from ..attribution.base import TracedAttribution
 from ..attribution.estimates import Estimate, normal
 from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients, needs_with
-from ..attribution.options import Option, PerImage
-from ..attribution.passes import LARGEST_PASSES
+from ..attribution.options import LARGEST_PASSES, Option, PerImage
 from ..attribution.questions import Questions
 from ..errors import warn
 from ..hooks.operations import SavedValues

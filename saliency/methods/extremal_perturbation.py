@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attribution.estimates import generator
-from ..attribution.options import ConvertedOption, Option
-from ..attribution.passes import LARGEST_STEPS, ImageAttribution, Passes, TimedAttribution
+from ..attribution.options import LARGEST_STEPS, ConvertedOption, Option
+from ..attribution.passes import ImageAttribution, Passes, TimedAttribution
 from ..io.axes import at_least_float32, require_two_axes
 from ..model.call import leaf
 from ..validation import check_choice, check_integer, check_number, check_numbers

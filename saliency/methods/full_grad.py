@@ -7,8 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import compress
-from operator import not_
 from typing import Any, cast
 
 import torch
@@ -186,16 +184,12 @@ def _constant_biases(grads: TargetGradients) -> dict[Node, Tensor | None]:
     tensors = {node: bias for node, bias in biases.items() if bias is not None}
     if tensors:
         is_any = torch.stack([bias.any() for bias in tensors.values()]).tolist()  # one transfer from the device
-        biases |= dict.fromkeys(compress(tensors, map(not_, is_any)))
+        biases |= {node: None for node, has_any in zip(tensors, is_any, strict=True) if not has_any}
     return biases
 
 
 def _terms(
-    node: Node,
-    operation: Operation,
-    passed: Gradients,
-    arrived: Gradients,
-    constants: Mapping[Node, Tensor | None],
+    node: Node, operation: Operation, passed: Gradients, arrived: Gradients, constants: Mapping[Node, Tensor | None]
 ) -> list[Tensor] | None:
     """Return the gradient times the bias of an operation, as a sum if it is not in the map; None if it has no rule.
 

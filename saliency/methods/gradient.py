@@ -16,7 +16,7 @@ from ..attribution.forward import Needs, TargetGradients
 from ..attribution.options import Option
 from ..errors import NotApplicableError, warn
 from ..hooks.manager import GradientRule
-from ..hooks.rectifiers import Coverage, Nonlinearities, Nonlinearity, output_of, saturation_of
+from ..hooks.rectifiers import Coverage, Nonlinearities, Nonlinearity, output_of, require_whole, saturation_of
 from ..validation import check_choice, check_number
 
 Smooth = Literal["leave", "positive"]
@@ -107,6 +107,8 @@ class RectifiedGradient(TracedAttribution):
         rewritten = [*nonlinearities.rectifiers, *others]
         if not rewritten or nonlinearities.hidden:
             self._refuse_or_warn(nonlinearities, rewritten)
+        for nonlinearity in rewritten:
+            require_whole(nonlinearity)
         rules = [(rectifier.node, self.rule_for(rectifier, images)) for rectifier in nonlinearities.rectifiers]
         rules += [(other.node, _positive_signal) for other in others]
         values = grads.rewritten_gradient(rules)

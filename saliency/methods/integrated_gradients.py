@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -13,15 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attribution.estimates import Estimate, generator
-from ..attribution.options import Option
-from ..attribution.passes import (
-    LARGEST_STEPS,
-    ImageAttribution,
-    Passes,
-    SampledAttribution,
-    TimedAttribution,
-    from_estimate,
-)
+from ..attribution.options import LARGEST_STEPS, Option
+from ..attribution.passes import ImageAttribution, Passes, SampledAttribution, TimedAttribution, from_estimate
 from ..errors import optional_import, warn
 from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, require_two_axes, spatial
@@ -547,7 +540,9 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
             for (path, point), value, slope, gradient in zip(nodes, done.scores.tolist(), slopes, added, strict=True):
                 paths[path].add(point, value, slope)
                 gradients[path].append(gradient)
-        if _is_met(paths, tolerance) or passes.budget.is_over():
+        residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))
+        rounding = sum(path.rounding for path in paths)
+        if residual <= max(tolerance * rise, rounding) or passes.budget.is_over():
             break
         if sum(map(len, gradients)) >= MOST_NODES * len(paths):
             notes.append(f"the tolerance was not met with {MOST_NODES} nodes")
@@ -556,12 +551,6 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
     means = [torch.einsum("n,n...->...", weights, slopes) for weights, slopes in pairs]
     values = (differences * torch.stack(means)).mean(0)
     return ImageAttribution(values, residual=sum(path.residual for path in paths) / len(paths), notes=notes)
-
-
-def _is_met(paths: list[AdaptiveIntegral], tolerance: float) -> bool:
-    """Return whether the mean residual is small relative to the mean rise, or no larger than rounding."""
-    residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))
-    return residual <= max(tolerance * rise, sum(path.rounding for path in paths))
 
 
 AREA = 224 * 224
@@ -622,15 +611,12 @@ class XRAI(TimedAttribution):
         return ImageAttribution(torch.from_numpy(values)[None].to(at_least_float32(x)))
 
 
-class Regions(NamedTuple):
-    """Regions that may overlap: pixels `pixels[starts[i]:starts[i + 1]]` belong to region i."""
+def multiscale_regions(image: NDArray[np.float64], report: Callable[[], None]) -> list[NDArray[np.int64]]:
+    """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels. Report after each scale.
 
-    pixels: NDArray[np.int64]  # flat indices in the image
-    starts: NDArray[np.int64]
-
-
-def multiscale_regions(image: NDArray[np.float64], report: Callable[[], None]) -> Regions:
-    """Segment an image (H, W, C) at six scales, and dilate each segment by a few pixels. Report after each scale."""
+    Returns:
+        The flat indices of the pixels of each region.
+    """
     felzenszwalb = optional_import("skimage.segmentation", "perturbation", "XRAI").felzenszwalb
 
     from scipy.ndimage import find_objects
@@ -651,23 +637,23 @@ def multiscale_regions(image: NDArray[np.float64], report: Callable[[], None]) -
             rows, columns = np.nonzero(isotropic_dilation(mask, radius))
             pixels.append((rows + top) * width + columns + left)
         report()
-    return Regions(np.concatenate(pixels), np.cumsum([0, *map(len, pixels)]))
+    return pixels
 
 
-def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArray[np.float64]:
+def ranked(values: NDArray[np.float64], regions: Sequence[NDArray[np.int64]], least: float) -> NDArray[np.float64]:
     """Average values over regions, always next over the region whose remaining pixels have the largest mean.
 
     When a pixel is taken, the mean of every region that contains it is updated.
 
     Args:
         values: (H, W).
-        regions: The regions, which may overlap.
+        regions: The flat indices of the pixels of each region; regions may overlap.
         least: The smallest number of new pixels with which a region is kept.
     """
     from scipy.sparse import csr_matrix
 
-    flat, count = values.ravel(), len(regions.starts) - 1
-    members = csr_matrix((np.ones(len(regions.pixels)), regions.pixels, regions.starts), (count, flat.size))
+    flat, pixels, starts = values.ravel(), np.concatenate(regions), np.cumsum([0, *map(len, regions)])
+    members = csr_matrix((np.ones(len(pixels)), pixels, starts), (len(regions), flat.size))
     remaining, sums = members @ np.ones(flat.size), members @ flat  # the pixels not yet taken, and their sum
     members = members.tocsc()
     result, taken = np.zeros_like(flat), np.zeros(flat.size, bool)
@@ -676,8 +662,7 @@ def ranked(values: NDArray[np.float64], regions: Regions, least: float) -> NDArr
         best = int(means.argmax())
         if means[best] == -np.inf:
             break
-        region = regions.pixels[regions.starts[best] : regions.starts[best + 1]]
-        region = region[~taken[region]]
+        region = regions[best][~taken[regions[best]]]
         result[region], taken[region] = flat[region].mean(), True
         touched = members[:, region]
         remaining -= touched @ np.ones(len(region))

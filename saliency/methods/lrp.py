@@ -27,24 +27,9 @@ from ..io.preprocess import Preprocess
 from ..model.answer import Answer
 from ..model.call import check_later, current_call
 from ..model.layers import LayerLike, given_layout, layers_by_resolution, named_layers, trace_layers
+from ..relevance import rules as formulas
 from ..relevance.kernels import Passed
 from ..relevance.propagation import NONLINEAR, Propagation, Unknown, linear_weight
-from ..relevance.rules import (
-    COMPOSITES,
-    AnyRule,
-    Composite,
-    CompositeLike,
-    ContrastiveRule,
-    Excitation,
-    Gamma,
-    LinearOperation,
-    NonlinearRule,
-    Rule,
-    RuleKey,
-    ZBox,
-    as_composite,
-    divided,
-)
 from ..relevance.walk import CallGraph, Visit, Walk
 from ..validation import check_choice, check_flag, check_number, described, is_integer
 from .cam import layer_name
@@ -94,17 +79,12 @@ class RelevancePropagation(TracedAttribution):
         self._through = {layer_name(self, layer): list(channels) for layer, channels in (self.through or {}).items()}
 
     @abstractmethod
-    def rules(self, grads: TargetGradients) -> Composite:
+    def rules(self, grads: TargetGradients) -> formulas.Composite:
         """Return the rules for a forward and its scores."""
-
-    def read_layer(self, x: Tensor, target: Questions) -> str | None:
-        """Return the layer whose relevance is read; None for the input."""
-        return self.layer
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the layers whose relevance is restricted, and the layer whose relevance is read, if any."""
-        layer = self.read_layer(x, target)
-        return needs_with(self.needs, layers=(*self._through, *([] if layer is None else [layer])))
+        return needs_with(self.needs, layers=(*self._through, *([] if self.layer is None else [self.layer])))
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Propagate the relevance of the scores."""
@@ -148,7 +128,7 @@ class RelevancePropagation(TracedAttribution):
         key = composite, self._through, self.unknown, first
         return grads.shared(key, partial(self._checked_walk, grads, composite, first))
 
-    def _checked_walk(self, grads: TargetGradients, composite: Composite, first: Node | None) -> Walk:
+    def _checked_walk(self, grads: TargetGradients, composite: formulas.Composite, first: Node | None) -> Walk:
         """Return a walk, and warn if its ledger does not hold the whole score."""
         named = composite.layers(self.model)
         rules = self.propagation(composite, named, self.unknown, first)
@@ -331,26 +311,30 @@ class LRP(PixelRelevance):
     name = "lrp"
     cost = "1 forward, 1 to 1.5 backward"
 
-    composite: ConvertedOption[CompositeLike | None, Composite | None] = ConvertedOption(None, as_composite)
+    composite: ConvertedOption[formulas.CompositeLike | None, formulas.Composite | None] = ConvertedOption(
+        None, formulas.as_composite
+    )
     gamma: Option[float | None] = Option(None, check_number, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rules = {} if self.composite is None else self.composite.rules
-        if self.gamma is not None and not any(isinstance(rule, Gamma) for rule in rules.values()):
-            names = ", ".join(name for name, composite in COMPOSITES.items() if Gamma() in composite.rules.values())
+        if self.gamma is not None and not any(isinstance(rule, formulas.Gamma) for rule in rules.values()):
+            names = ", ".join(
+                name for name, composite in formulas.COMPOSITES.items() if formulas.Gamma() in composite.rules.values()
+            )
             problem = f"gamma={self.gamma}: the composite has no gamma rule; composites with gamma rules are {names}"
             raise MethodError(f"{problem}; or use AttnLRP")
         if self.composite is not None:
             self.composite = replace(self.composite, rules={key: self._completed(rule) for key, rule in rules.items()})
 
-    def _completed(self, rule: AnyRule) -> AnyRule:
+    def _completed(self, rule: formulas.AnyRule) -> formulas.AnyRule:
         """Return a rule with the gamma of the method, or with the bounds of the input under its preprocessing."""
-        if isinstance(rule, Gamma) and self.gamma is not None:
-            return Gamma(self.gamma)
-        if rule == ZBox() and isinstance(self.preprocess, Preprocess):
+        if isinstance(rule, formulas.Gamma) and self.gamma is not None:
+            return formulas.Gamma(self.gamma)
+        if rule == formulas.ZBox() and isinstance(self.preprocess, Preprocess):
             pairs = list(zip(self.preprocess.mean, self.preprocess.std, strict=True))
-            return ZBox(*(tuple((end - mean) / std for mean, std in pairs) for end in (0, 1)))
+            return formulas.ZBox(*(tuple((end - mean) / std for mean, std in pairs) for end in (0, 1)))
         return rule
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
@@ -358,13 +342,13 @@ class LRP(PixelRelevance):
         needs = super().needs_for(x, target)
         if self.composite is None:
             return needs
-        is_nonlinear = any(isinstance(rule, NonlinearRule) for rule in self.composite.rules.values())
+        is_nonlinear = any(isinstance(rule, formulas.NonlinearRule) for rule in self.composite.rules.values())
         values = SavedValues.ALL if is_nonlinear else needs.values  # the operands of ReLUs too
         return needs_with(needs, values=values, modules=tuple(chain(*self.composite.layers(self.model).values())))
 
-    def rules(self, grads: TargetGradients) -> Composite:
+    def rules(self, grads: TargetGradients) -> formulas.Composite:
         """Return the given composite; by default the composite for the network's kind."""
-        return self.composite or COMPOSITES["attn_lrp" if CallGraph.of(grads).attention else "epsilon_plus"]
+        return self.composite or formulas.COMPOSITES["attn_lrp" if CallGraph.of(grads).attention else "epsilon_plus"]
 
 
 class AttnLRP(PixelRelevance):
@@ -405,15 +389,17 @@ class AttnLRP(PixelRelevance):
     def __post_init__(self) -> None:
         super().__post_init__()
         gammas = {"linear": self.gamma, "conv": self.conv_gamma}
-        rules: dict[RuleKey, AnyRule] = {kind: Gamma(gamma) for kind, gamma in gammas.items() if gamma}
-        self._composite = Composite(rules, constant_gates=self.constant_gates)
+        rules: dict[formulas.RuleKey, formulas.AnyRule] = {
+            kind: formulas.Gamma(gamma) for kind, gamma in gammas.items() if gamma
+        }
+        self._composite = formulas.Composite(rules, constant_gates=self.constant_gates)
 
     def needs_for(self, x: Tensor, target: Questions) -> Needs:
         """Return the layers, and the values that the rules read."""
         values = SavedValues.LINEAR if self._composite.rules else SavedValues.ACTIVATIONS
         return needs_with(super().needs_for(x, target), values=values)
 
-    def rules(self, grads: TargetGradients) -> Composite:
+    def rules(self, grads: TargetGradients) -> formulas.Composite:
         """Return the rules of the options."""
         return self._composite
 
@@ -463,10 +449,10 @@ class _ExcitationRules(Propagation):
         visit.walk.absorb("softmax", torch.where(visit.grad == 0, 0, lost), visit.node)
         return visit.grads
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: formulas.Rule, op: formulas.LinearOperation, values: Tensor) -> Passed:
         """Return G at the input of a linear operation."""
         passed = super().propagate(visit, rule, op, values)
-        if isinstance(rule, Excitation):
+        if isinstance(rule, formulas.Excitation):
             self.received[visit.node] = (op.input * cast("Tensor", passed.grad)).clamp(min=0)
         return passed
 
@@ -513,16 +499,15 @@ class ExcitationBackprop(RelevancePropagation):
 
     contrastive: Option[bool] = Option(False, check_flag)
 
-    def read_layer(self, x: Tensor, target: Questions) -> str | None:
-        """Return the given layer, or the last one of the second-lowest resolution."""
-        if self.layer is not None:
-            return self.layer
-        return layers_by_resolution(self.model, x, target)[-2:][0]
+    def needs_for(self, x: Tensor, target: Questions) -> Needs:
+        """Return the layers as for other relevance; by default the last layer of the second-lowest resolution."""
+        layer = self.layer or layers_by_resolution(self.model, x, target)[-2:][0]
+        return needs_with(self.needs, layers=(*self._through, layer))
 
-    def rules(self, grads: TargetGradients) -> Composite:
+    def rules(self, grads: TargetGradients) -> formulas.Composite:
         """Return the rules of excitation backpropagation."""
-        top = ContrastiveRule() if self.contrastive else Excitation()
-        return Composite({**COMPOSITES[self.name].rules, "last": top})
+        top = formulas.ContrastiveRule() if self.contrastive else formulas.Excitation()
+        return formulas.Composite({**formulas.COMPOSITES[self.name].rules, "last": top})
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Return the relevance at the layer as fractions of the relevance that the top layers receive."""
@@ -530,7 +515,7 @@ class ExcitationBackprop(RelevancePropagation):
         walk, total = self.walk(grads), torch.zeros_like(grads.scores)
         for node, relevance in cast("_ExcitationRules", walk.rule).received.items():
             total = total + walk.per_image(relevance, node)
-        fractions = divided(result.values, along_rows(total, result.values))
+        fractions = formulas.divided(result.values, along_rows(total, result.values))
         self._check(fractions, result.layer)
         values = fractions.clamp(min=0) if self.contrastive else fractions
         return replace(result.with_evidence(residual=None, ledger=None, ledger_names=None), values=values)
@@ -553,4 +538,4 @@ class ExcitationBackprop(RelevancePropagation):
                     "without a positive input, or takes other paths; use lrp to account for all of the score"
                 )
 
-        check_later(check, divided(flat.amin(1), flat.amax(1)).min(), *flat.abs().sum(1).aminmax())
+        check_later(check, formulas.divided(flat.amin(1), flat.amax(1)).min(), *flat.abs().sum(1).aminmax())

@@ -16,15 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..attribution.estimates import Estimate, generator, precise_type, rank_correlation
 from ..attribution.explanation import BatchAttribution, Explanation
-from ..attribution.options import ConvertedOption, Option
-from ..attribution.passes import (
-    MOST_PASSES,
-    ImageAttribution,
-    Passes,
-    SampledAttribution,
-    TimedAttribution,
-    from_estimate,
-)
+from ..attribution.options import MOST_PASSES, ConvertedOption, Option
+from ..attribution.passes import ImageAttribution, Passes, SampledAttribution, TimedAttribution, from_estimate
 from ..attribution.questions import Questions
 from ..errors import MethodError
 from ..io.axes import along_rows

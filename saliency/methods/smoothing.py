@@ -81,13 +81,7 @@ class WrappingAttribution(MultiPassAttribution):
         return replace(explanation, sign=self._wrapped.sign) if type(self).sign != "positive" else explanation
 
     def wrapped_results(
-        self,
-        passes: Passes,
-        make: MakeInputs,
-        count: int,
-        *,
-        mirrored: bool = False,
-        **stopping: Unpack[Stopping],
+        self, passes: Passes, make: MakeInputs, count: int, *, mirrored: bool = False, **stopping: Unpack[Stopping]
     ) -> Iterator[BatchAttribution]:
         """Yield the wrapped method's results for `count` copies of an image, chunk by chunk.
 
@@ -178,15 +172,14 @@ class Augmented(WrappingAttribution):
         factors = along_rows(passes.x.new_tensor(self.scales), passes.x)
         values: list[Tensor] = []
         for image, mirrored in ((passes.x, False), (passes.x.flip(-1), True))[: 1 + self.flips]:
-            make = partial(_scaled_copies, image, factors)
+
+            def make(start: int, stop: int, image: Tensor = image) -> Tensor:
+                return image * factors[start:stop]
+
             for result in self.wrapped_results(passes, make, len(factors), mirrored=mirrored):
                 chunk = at_least_float32(result.values.detach())
                 values.append(chunk.flip(-1) if mirrored else chunk)
         return ImageAttribution(torch.cat(values).mean(0), layer=result.layer, coverage=result.coverage)
-
-
-def _scaled_copies(image: Tensor, factors: Tensor, start: int, stop: int) -> Tensor:
-    return image * factors[start:stop]
 
 
 class SmoothGrad(NoisyAttribution):

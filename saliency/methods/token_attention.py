@@ -443,8 +443,8 @@ class TokenStream:
         self.nodes = attention.grads.nodes
         self._order = {node: position for position, node in enumerate(self.nodes)}
         self._passages = find_passages(self.nodes)
-        before = dict(zip(attention.grads.attention, attention.grads.token_nodes, strict=True))
-        self.inputs = [before[call] for call in attention.blocks]
+        ends, order = [*self._passages, self.nodes[-1]], self._order  # the last is the first operation
+        self.inputs = [next(end for end in ends if order[end] > order[call.node]) for call in attention.blocks]
         if attention.tokens not in result_shape(self.inputs[0])[:2] or len({*self.inputs}) < len(self.inputs):
             problem = f"other layers of {self._model} bypass its blocks"
             raise NotApplicableError(f"{method}: {problem}; attn_lrp reads them too")

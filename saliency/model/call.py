@@ -12,13 +12,12 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from itertools import islice
-from operator import methodcaller
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +37,8 @@ from ..targets.classes import ModuleOutput, as_categories
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """Arguments after the image, by position or by name."""
 
+
+T = TypeVar("T")
 
 Reading = tuple[str, int, tuple[int, ...]]
 """A layer, the number of its call, and the rows of its output that read an image; no rows stand for all."""
@@ -73,7 +74,7 @@ class Call(NamedTuple):
     values: Mapping[Any, Any] = {}
     batch: Batch | None = None
     image: int | None = None
-    caches: dict[tuple[int, int | None], dict[Any, Any]] | None = None
+    caches: dict[int | None, dict[Any, Any]] | None = None
     layer: str | None = None
     layout: Callable[[Tensor], Tensor] | None = None
     listener: Callable[..., None] | None = None
@@ -177,13 +178,15 @@ def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
 
 def read_back(rows: Tensor) -> list[tuple[float, ...]]:
     """Return rows (n, k) of numbers, and run the pending checks, after one transfer from the device."""
-    checks = cast("list[Any]", current_call().checks)
-    (tensors, functions), checks[:] = zip(*checks, strict=True), []
-    flat = [rows.flatten(), *map(methodcaller("to", rows.device), tensors)]
+    waiting = current_call().checks or []  # an explanation may be made after its call
+    checks, waiting[:] = waiting[:], []
+    flat = [rows.flatten()]
+    for row, _ in checks:
+        flat.append(row.to(rows.device))
     numbers = iter(torch.cat(flat).tolist())
     read = list(zip(*[islice(numbers, rows.numel())] * rows.shape[1], strict=True))
-    for tensor, check in zip(tensors, functions, strict=True):
-        check(*islice(numbers, len(tensor)))
+    for row, check in checks:
+        check(*islice(numbers, len(row)))
     return read
 
 
@@ -208,12 +211,24 @@ def forward_args(x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return positional, values
 
 
-def cache_of(caches: WeakKeyDictionary[nn.Module, dict[Any, Any]], model: nn.Module) -> dict[Any, Any]:
-    """Return the cache of a model. A call with extra arguments has its own cache, since results may depend on them."""
+_caches: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def cached(
+    model: nn.Module, key: Hashable, compute: Callable[[], T], keeps: Callable[[T], bool] = lambda result: True
+) -> T:
+    """Return the result of a function for a model, computed once for each key; `keeps` says which results are kept.
+
+    A call with extra arguments has its own cache, since results may depend on them.
+    """
     call = current_call()
-    if call.caches is None:
-        return caches.setdefault(model, {})
-    return call.caches.setdefault((id(caches), call.image), {})
+    cache = _caches.setdefault(model, {}) if call.caches is None else call.caches.setdefault(call.image, {})
+    if key in cache:
+        return cast("T", cache[key])
+    result = compute()
+    if keeps(result):
+        cache[key] = result
+    return result
 
 
 # The model in a call.
@@ -333,8 +348,8 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         ModelError: The model has lazy parameters.
     """
     modules = unique_modules(model)
-    traits = _traits(frozenset(map(type, modules)))
-    if traits.is_lazy:
+    is_lazy, is_scripted, others = _traits(frozenset(map(type, modules)))
+    if is_lazy:
         raise ModelError("the model has lazy parameters, which have no shape yet; run it once on an input first")
     keep_small_heap()
     with ExitStack() as stack:
@@ -342,9 +357,9 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         if compiler_is_loaded():
             stack.enter_context(eager())
-        if traits.is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
+        if is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
-        stack.enter_context(_lease(partial(_evaluate, modules, traits.others), _end_evaluation))
+        stack.enter_context(_lease(partial(_evaluate, modules, others), _end_evaluation))
         checks = list[tuple[Tensor, Callable[..., None]]]()
         stack.enter_context(bound(**call, modules=modules, checks=checks))
         yield
@@ -352,19 +367,11 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
             read_back(torch.empty(0, 1, dtype=torch.float32, device="cpu"))
 
 
-class _Traits(NamedTuple):
-    """Traits of a model that follow from the types of its modules."""
-
-    is_lazy: bool
-    is_scripted: bool
-    others: frozenset[type]  # the types that are not from torch.nn
-
-
 @lru_cache
-def _traits(kinds: frozenset[type]) -> _Traits:
-    """Return the traits of a model with modules of these types."""
+def _traits(kinds: frozenset[type]) -> tuple[bool, bool, frozenset[type]]:
+    """Return whether a model with modules of these types is lazy, and is scripted; and the types not from torch.nn."""
     lazy, scripted = (any(issubclass(cls, kind) for cls in kinds) for kind in (LazyModuleMixin, torch.jit.ScriptModule))
-    return _Traits(lazy, scripted, frozenset(cls for cls in kinds if not cls.__module__.startswith("torch.nn.")))
+    return lazy, scripted, frozenset(cls for cls in kinds if not cls.__module__.startswith("torch.nn."))
 
 
 def run_model(model: nn.Module, x: Tensor) -> Any:
@@ -393,6 +400,13 @@ def run_model(model: nn.Module, x: Tensor) -> Any:
     with (mode := _Logits(state.logits)):
         output = call(model, args, kwargs)
     return output if isinstance(output, list) else tree_map_tensors(output, mode.before)  # a list of detections
+
+
+@torch.no_grad()
+def run_without_arguments(model: nn.Module, x: Tensor) -> Any:
+    """Return the model's output for images that are not of the call, without its arguments and without gradients."""
+    with bound(**NO_ARGUMENTS):
+        return run_model(model, x)
 
 
 def _layer_output(model: nn.Module, layer: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleOutput:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from ..hooks.pytree import first_tensor, tree_tensors
 from ..io.axes import as_text
 from ..targets.classes import output_tensor
 from ..validation import described
-from .call import Reading, bind_image, cache_of, current_call, leaf, modules_of, run_model
+from .call import Reading, bind_image, bound, cached, current_call, leaf, modules_of, run_model
+from .inputs import InputBatch
 from .positions import Grid, PositionTrace, grid_of, is_misplaced
 
 LayerLike = str | nn.Module | list[str | nn.Module] | Mapping[Any, str | nn.Module] | None
@@ -80,7 +80,7 @@ def layout_of(model: nn.Module, name: str, tensor: Tensor, x: Tensor) -> Layout:
     if call.caches is not None and len(tensor) != len(x) and (rows := trace_layers(model, x).rows.get(name)):
         return replace(layout_of(model, name, tensor[list(rows)], x), rows=rows)
     shape, size = tuple(tensor.shape), tuple(x.shape[2:])
-    channels_first = is_channels_first(model.get_submodule(name)) and tensor.dim() == x.dim()
+    channels_first = isinstance(model.get_submodule(name), CHANNELS_FIRST) and tensor.dim() == x.dim()
     if not channels_first and call.layout is not None:
         return given_layout(call.layout, tensor.detach())
     layout = layout_from(shape, len(x), size, channels_first=channels_first)
@@ -193,12 +193,6 @@ class LayerScan:
         return tuple(layer.name for _, layer in reversed(coarse_first[:3]))
 
 
-# By model, then by the shape of an image and the ids of all modules. The ids differ after a module was replaced.
-_scans: WeakKeyDictionary[nn.Module, dict[Hashable, LayerScan]] = WeakKeyDictionary()
-_traces: WeakKeyDictionary[nn.Module, dict[Hashable, LayerTrace]] = WeakKeyDictionary()
-_head_inputs: WeakKeyDictionary[nn.Module, dict[Hashable, _Layers]] = WeakKeyDictionary()
-
-
 def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> LayerScan:
     """Find the default layer of a model; the result is cached per model and input shape.
 
@@ -209,27 +203,17 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
     Raises:
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
-    scans, key = cache_of(_scans, model), _key(model, x)
-    scan: LayerScan | None = scans.get(key)
-    if scan is not None and (scan.default is not None or target is None):
+    # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
+    scan: LayerScan = cached(model, _key("scan", model, x), partial(_scan, model, x), lambda scan: scan.has_gradient)
+    if scan.default is not None or target is None or not (scan.has_gradient and scan.candidates):
         return scan
-    # Disable recordings and edits of the user: the default layer must not depend on them.
-    with HookManager(exclusive=True), torch.enable_grad():
-        if scan is None:
-            with bind_image(0):
-                scan = _scan(model, _noise(1, *x.shape[1:]).to(x), trace_layers(model, x[:1]))
-        # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
-        if scan.has_gradient:
-            scans[key] = scan
-        if scan.default is None and scan.has_gradient and scan.candidates and target is not None:
-            last = _last_with_gradient(model, x, scan.candidates, target)
-            if last is None:
-                raise TargetError(
-                    "the score has no gradient at any layer with a spatial extent: the target or the model detaches "
-                    "it, uses argmax or .item(), or nothing was detected in an image"
-                )
-            return replace(scan, default=last.name)
-    return scan
+    last = _last_with_gradient(model, x, scan.candidates, target)
+    if last is None:
+        raise TargetError(
+            "the score has no gradient at any layer with a spatial extent: the target or the model detaches it, uses "
+            "argmax or .item(), or nothing was detected in an image"
+        )
+    return replace(scan, default=last.name)
 
 
 def default_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> tuple[str, ...]:
@@ -246,10 +230,9 @@ def default_layer(model: nn.Module, x: Tensor, target: _Score | None = None) -> 
     Warns:
         SaliencyWarning: Another branch of the network joins after this layer.
     """
-    if target is not None and (levels := head_inputs(model, x, target)):
-        with HookManager(exclusive=True), torch.enable_grad():
-            if last := _last_with_gradient(model, x, levels, target):
-                return last.name
+    levels = head_inputs(model, x, target)
+    if target is not None and levels and (last := _last_with_gradient(model, x, levels, target)):
+        return last.name
     return str(_default_scan(model, x, target).default)
 
 
@@ -301,12 +284,7 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     part = getattr(getattr(target, "target", None), "part", None)
     if target is None or part is None:
         return ()
-    cached, key = cache_of(_head_inputs, model), (_key(model, x), part)
-    if key not in cached:
-        with HookManager(exclusive=True):
-            cached[key] = _find_head_inputs(model, x, trace_layers(model, x).candidates, target)
-    layers: _Layers = cached[key]
-    return layers
+    return cached(model, (_key("head", model, x), part), partial(_find_head_inputs, model, x, target))
 
 
 _GRAPH_ONLY = partial(saved_tensors_hooks, lambda tensor: None, lambda packed: packed)
@@ -319,7 +297,8 @@ def _nodes(tree: Any) -> list[Node]:
     return [source_edge(tensor)[0] for tensor in tensors]
 
 
-def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> _Layers:
+def _find_head_inputs(model: nn.Module, x: Tensor, target: _Score) -> _Layers:
+    candidates = trace_layers(model, x).candidates
     calls: list[tuple[nn.Module, int, list[Node], list[Node]]] = []  # with depth, arguments and results
     depth = [0]
 
@@ -331,7 +310,7 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: 
         depth[0] -= 1
         calls.append((module, *token, _nodes(output)))
 
-    with HookManager() as hooks, torch.enable_grad(), _GRAPH_ONLY():
+    with HookManager(exclusive=True) as hooks, torch.enable_grad(), _GRAPH_ONLY():
         for module in unique_modules(model)[1:]:
             hooks.around(module, begin, partial(end, module))
         score = target(run_model(model, leaf(x)))
@@ -343,29 +322,20 @@ def _find_head_inputs(model: nn.Module, x: Tensor, candidates: _Layers, target: 
     entering = [node for arguments, results in heads if not last.isdisjoint(results) for node in arguments]
     # Only the last result of a module that all blocks share is stored. The outermost layer with a result names it.
     results = {module: results for module, _, _, results in calls}
-    by_node = {nodes[0]: layer for layer in candidates if len(nodes := results.get(_module(model, layer), [])) == 1}
+    modules = [(model.get_submodule(layer.name), layer) for layer in candidates]
+    by_node = {nodes[0]: layer for module, layer in modules if len(nodes := results.get(module, [])) == 1}
     levels = {by_node[node] for node in reached_nodes(entering, by_node.__contains__) & by_node.keys()}
     return tuple(sorted(levels, key=lambda layer: -math.prod(layer.layout.grid)))
 
 
-def _module(model: nn.Module, layer: SpatialLayer) -> nn.Module:
-    return model.get_submodule(layer.name)
-
-
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
     """Trace the positions of the layers and of the attention in one forward of noise, cached as in `scan_layers`."""
-    traces, key = cache_of(_traces, model), _key(model, x)
-    if key not in traces:
-        # Extra arguments, such as an order of the patches, may differ between the images.
-        noise = _noise(1 if current_call().caches is None else len(x), *x.shape[1:]).to(x)
-        with HookManager(exclusive=True):
-            traces[key] = _trace(model, noise)
-    trace: LayerTrace = traces[key]
-    return trace
+    return cached(model, _key("trace", model, x), partial(_trace, model, x))
 
 
-def _key(model: nn.Module, x: Tensor) -> Hashable:
-    return tuple(x.shape[1:]), tuple(map(id, modules_of(model)))
+def _key(name: str, model: nn.Module, x: Tensor) -> Hashable:
+    """Return the key of a cached result: the shape of an image, and the ids of all modules, of which one may change."""
+    return name, tuple(x.shape[1:]), tuple(map(id, modules_of(model)))
 
 
 def _noise(*shape: int) -> Tensor:
@@ -382,13 +352,15 @@ def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callab
 
     modules = dict(model.named_modules())
     # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
-    with HookManager() as hooks, torch.enable_grad(), _GRAPH_ONLY():
+    with HookManager(exclusive=True) as hooks, torch.enable_grad(), _GRAPH_ONLY():
         for name in names:
             hooks.observe(modules[name], partial(on_output, name))
         return run_model(model, leaf(x))
 
 
-def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
+def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
+    # Extra arguments, such as an order of the patches, may differ between the images.
+    x = _noise(1 if current_call().caches is None else len(like), *like.shape[1:]).to(like)
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
     misplaced, unrelated = dict[str, bool](), set[str]()
@@ -419,7 +391,7 @@ def _trace(model: nn.Module, x: Tensor) -> LayerTrace:
     # A model that reads the image as an array hides all relations.
     outputs = {name: output for name, output in outputs.items() if name not in unrelated} or outputs
     # The output of a convolution is channels first, and so is every output of the same shape.
-    channels_first = {shape for name, (shape, *_) in outputs.items() if is_channels_first(modules[name])}
+    channels_first = {shape for name, (shape, *_) in outputs.items() if isinstance(modules[name], CHANNELS_FIRST)}
     layouts = {
         name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
         for name, (shape, positions, _) in outputs.items()
@@ -479,7 +451,22 @@ def _result_nodes(tensors: Sequence[Tensor]) -> set[Node]:
     return reached_nodes(_nodes(maps), combines_channels)
 
 
-def _scan(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
+def layers_reading(model: nn.Module, batch: InputBatch) -> frozenset[Reading]:
+    """Return the calls of layers that read other images than a batch, in a call of the batch."""
+    reading = frozenset[Reading]()
+    for other in batch.others:
+        with bound(batch=other, caches={}, other_layers=None):
+            reading |= trace_layers(model, other.inputs[:1]).reading
+    return reading
+
+
+def _scan(model: nn.Module, like: Tensor) -> LayerScan:
+    with bind_image(0):
+        x, trace = _noise(1, *like.shape[1:]).to(like), trace_layers(model, like[:1])
+        return _scan_of(model, x, trace)
+
+
+def _scan_of(model: nn.Module, x: Tensor, trace: LayerTrace) -> LayerScan:
     candidates, other_layers = trace.candidates, current_call().other_layers
     if other_layers is not None:
         taken = other_layers()
@@ -517,12 +504,12 @@ def _candidates(model: nn.Module, spatial: _Layers) -> _Layers:
 
     def is_candidate(layer: SpatialLayer) -> bool:
         cells = math.prod(layer.layout.grid)
-        module = _module(model, layer)
+        module = model.get_submodule(layer.name)
         if layer.layout.kind == "NTC":
             return cells > 1 and _is_block_or_norm(module)
         return cells > 1 and not isinstance(module, _POOLING_OR_INACTIVE) and not {*layer.layout.grid} & tokens
 
-    weighted = dropwhile(lambda layer: next(_module(model, layer).parameters(), None) is None, spatial)
+    weighted = dropwhile(lambda layer: next(model.get_submodule(layer.name).parameters(), None) is None, spatial)
     return tuple(sorted(filter(is_candidate, tuple(weighted) or spatial), key=lambda layer: not layer.is_single))
 
 
@@ -539,17 +526,18 @@ def _last_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target
     gradient before its attention. Usually one more forward is enough: recording begins near the last candidate, and
     begins earlier only if no candidate there has a gradient.
     """
-    for part in (candidates[-4:], candidates[-24:-4], candidates[:-24]):
-        layers = _layers_with_gradient(model, x, part, target) if part else []
-        if layers:
-            return layers[-1]
+    # Disable recordings and edits of the user: the default layer must not depend on them.
+    with HookManager(exclusive=True), torch.enable_grad():
+        for part in (candidates[-4:], candidates[-24:-4], candidates[:-24]):
+            if part and (layers := _layers_with_gradient(model, x, part, target)):
+                return layers[-1]
     return None
 
 
 def _layers_with_gradient(model: nn.Module, x: Tensor, candidates: _Layers, target: _Score) -> list[SpatialLayer]:
     """Return the candidates with a gradient from which features are read, without maps of the scores themselves."""
     with HookManager() as hooks:
-        captured = [(layer, hooks.capture(_module(model, layer), record=True)) for layer in candidates]
+        captured = [(layer, hooks.capture(model.get_submodule(layer.name), record=True)) for layer in candidates]
         with torch.no_grad():
             output = run_model(model, x)
     score = target(output).sum()
@@ -606,13 +594,14 @@ def _is_one_of_parallel_calls(calls: list[Tensor]) -> bool:
 LayoutFunction = Callable[[Tensor], Tensor]
 """A function from the output of a layer to maps (N, K, h, w), which only selects and rearranges its values."""
 
-_CHANNELS_FIRST = (  # layers whose outputs are channels first by definition
+CHANNELS_FIRST = (
     *(nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d),
     *(nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d, nn.InstanceNorm3d),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
     *(nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.MaxPool1d, nn.AvgPool1d),
     *(nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d),
 )
+"""Layers that return channels first by definition: convolutions, their norms and pooling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -718,11 +707,6 @@ def token_layout(positions: Tensor, x: Tensor) -> Layout | None:
     """Return the layout of tokens at positions (axes, N, tokens); None unless they cover the image in a grid."""
     grid = grid_of(positions, tuple(x.shape[2:]))
     return None if grid is None else Layout("NTC", *grid)
-
-
-def is_channels_first(module: nn.Module) -> bool:
-    """Return whether a layer returns channels first by definition, like convolutions, their norms and pooling."""
-    return isinstance(module, _CHANNELS_FIRST)
 
 
 def _misfit(grid: tuple[int, ...], size: Grid) -> float:

@@ -15,33 +15,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..hooks import operations
 from ..hooks.autograd_graph import MemoryMode, memory_id
-from ..hooks.operations import (
-    NORMS,
-    SOFTMAX,
-    Op,
-    as_results,
-    is_attention,
-    is_batch_norm,
-    is_elementwise,
-    named_arguments,
-    operator_name,
-    out_of_place,
-    writes_operand,
-)
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 
 Grid = tuple[int, ...]
 
-_MOVING = {
-    *("cat", "stack", "index", "index_select", "gather", "scatter", "roll", "flip", "repeat", "constant_pad_nd"),
-    *("index_put", "select_scatter", "slice_scatter", "masked_scatter", "im2col", "pixel_shuffle", "pixel_unshuffle"),
-    *("reflection_pad2d", "replication_pad2d", "reflection_pad3d", "replication_pad3d", "native_channel_shuffle"),
-}
-_IN_PLACE = NORMS | SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_dropout"}
+_PADS = {"reflection_pad3d", "replication_pad3d"}
+_MOVING = operations.MOVES | _PADS | {"gather", "scatter", "index_put", "native_channel_shuffle"}
+_IN_PLACE = operations.NORMS | operations.SOFTMAX | {"clone", "_to_copy", "_log_softmax", "native_dropout"}
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "var", "std", "var_mean", "linalg_vector_norm"}
 _RESAMPLING = ("convolution", "max_pool", "avg_pool", "adaptive", "_adaptive", "upsample", "_upsample")
-_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
 SAME = 0.25  # in pixels: closer positions are the same
 PART = 0.6  # of the height or width of an image: maps that cover less show only a part of the image
 
@@ -148,13 +132,13 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
         # Fused attention has the tag of random operations for its dropout. Tokens of text after it are traced, so that
         # the layers after a cross-attention are not mistaken for the layer that reads the embeddings of an answer.
         is_random = torch.Tag.nondeterministic_seeded in op.tags
-        is_random = is_random and (self._follows_values or not is_attention(op))
+        is_random = is_random and (self._follows_values or not operations.is_attention(op))
         is_traced = is_random or len(operands) < len(tensors) or any(map(self.known_memory, operands))
-        named = named_arguments(op, args, kwargs)
-        for number, tensor in enumerate(as_results(result)):
+        named = operations.named_arguments(op, args, kwargs)
+        for number, tensor in enumerate(operations.as_results(result)):
             if not isinstance(tensor, Tensor) or not _is_plain(tensor):
                 continue
-            if memory_id(tensor) in memories and not writes_operand(op):
+            if memory_id(tensor) in memories and not operations.writes_operand(op):
                 self._view(op, named, number, tensor)
             elif is_traced:
                 self._store(tensor, None if number else self._of_result(op, named, tensor.shape))
@@ -166,7 +150,7 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
         positions = _unknown(tensor) if positions is None else positions
         self.memory(tensor).write(_MemoryPart.of(tensor), positions[..., None] if tensor.is_complex() else positions)
 
-    def _view(self, op: Op, named: dict[str, Any], number: int, view: Tensor) -> None:
+    def _view(self, op: operations.Op, named: dict[str, Any], number: int, view: Tensor) -> None:
         """Store the positions of a view, if they need no copy of the positions of the viewed tensor."""
         operand = next(tree_tensors(named))
         memory = self.known_memory(operand)
@@ -175,12 +159,12 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
             positions = memory.read(_MemoryPart.of(operand))
             planes = positions.expand(self._axes, *operand.shape)
             with suppress(RuntimeError):  # the view needs a dimension that the positions lack
-                views = [as_results(op(**{**named, next(iter(named)): plane}))[number] for plane in planes]
+                views = [operations.as_results(op(**{**named, next(iter(named)): plane}))[number] for plane in planes]
                 memory.add_view(_MemoryPart.of(view), torch.stack(list(map(_compact, views))))
 
-    def _of_result(self, op: Op, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
+    def _of_result(self, op: operations.Op, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
         """Return the positions of the first result of an operation, which expand to (axes, *shape), or None."""
-        name = operator_name(op)
+        name = operations.operator_name(op)
         positions = [part for part in map(self.positions, filter(_is_plain, tree_tensors(named))) if part is not None]
         if not positions or name in ("fill", "zero"):
             return None
@@ -188,19 +172,19 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
             return self.positions(named["src"])
         if name in _MOVING:
             return self._moved(op, named)
-        if name in _FACTORS or name.startswith(("linear", "mkldnn_linear")):
-            factors = [named[key] for key in _FACTORS[name]] if name in _FACTORS else [next(tree_tensors(named))]
-            return self._of_product(factors)
-        if is_attention(op):
+        if name in operations.FACTORS or name.startswith(("linear", "mkldnn_linear")):
+            keys = operations.FACTORS.get(name)
+            return self._of_product([named[key] for key in keys] if keys else [next(tree_tensors(named))])
+        if operations.is_attention(op):
             query = self.positions(named["query"])
             return None if query is None else self._of_queries(query, named["query"].shape)
-        if name in SOFTMAX:
+        if name in operations.SOFTMAX:
             self._of_queries(positions[0], shape)
         if name in _REDUCTIONS:
             return _reduced(positions[0], named.get("dim"), keeps=len(shape) == positions[0].dim() - 1)
         if name.startswith(_RESAMPLING) and len(shape) == positions[0].dim() - 1 > 2:
             return _several(_resampled(positions[0].nanmean(2, keepdim=True), shape[2:]))
-        if name in _IN_PLACE or is_batch_norm(op) or is_elementwise(op):
+        if name in _IN_PLACE or operations.is_batch_norm(op) or operations.is_elementwise(op):
             return reduce(_merged, [_ranked(part, len(shape)) for part in positions])
         return None
 
@@ -210,14 +194,14 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
         self.queries.append(rows[..., 0].expand(self._axes, *shape[:-1]))
         return rows
 
-    def _moved(self, op: Op, named: dict[str, Any]) -> Tensor | None:
+    def _moved(self, op: operations.Op, named: dict[str, Any]) -> Tensor | None:
         """Return the positions after an operation that moves numbers, by running it on the positions."""
         indices = (part for part in tree_tensors(named) if not part.is_floating_point())
         if not self._follows_values and any(self.positions(part) is not None for part in indices):
             return None  # the order depends on the image
         if not any(part.is_floating_point() for part in tree_tensors(named)):
             return None
-        if operator_name(op) == "constant_pad_nd":
+        if operations.operator_name(op) == "constant_pad_nd":
             named = {**named, "value": torch.nan}
 
         def axis(number: int, operand: Tensor) -> Tensor:
@@ -228,7 +212,7 @@ class PositionTrace(MemoryMode[_MemoryPositions]):
             return positions.expand(self._axes, *operand.shape)[number]
 
         axes = (tree_map_tensors(named, partial(axis, number)) for number in range(self._axes))
-        return torch.stack([out_of_place(op)(**operands) for operands in axes])
+        return torch.stack([operations.out_of_place(op)(**operands) for operands in axes])
 
     def _of_product(self, factors: Sequence[Tensor]) -> Tensor | None:
         """Return the positions of a matrix product: from the rows of the first factor, else from the columns."""

@@ -25,7 +25,8 @@ from .._version import __version__
 from ..attribution.base import Attribution, as_setting
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, reduce_channels, resized
-from ..attribution.passes import MOST_PASSES, MultiPassAttribution, SampledAttribution, TimedAttribution
+from ..attribution.options import MOST_PASSES
+from ..attribution.passes import MultiPassAttribution, SampledAttribution, TimedAttribution
 from ..attribution.questions import Questions, cached_serial_reason
 from ..errors import MethodError, NotApplicableError, SaliencyError, TargetError, optional_import
 from ..io.atomic_write import is_stream, require_folder

@@ -18,37 +18,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ..errors import MethodError, NotApplicableError
+from ..hooks import autograd_graph as graph
 from ..hooks import operations
 from ..hooks.attention import masked_logits
-from ..hooks.autograd_graph import (
-    CHECKPOINT_NODE,
-    Gradients,
-    is_tracing,
-    next_functions,
-    result_spec,
-    saved,
-    sequence_nr,
-)
-from ..hooks.operations import Operation
+from ..hooks.operations import FACTORS, Operation
 from ..hooks.pytree import tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
 from ..io.axes import at_least_float32
+from . import rules as formulas
 from .kernels import KERNELS, Passed, reads_gradient
-from .rules import (
-    AnyRule,
-    Composite,
-    Epsilon,
-    LinearOperation,
-    NonlinearOperation,
-    NonlinearRule,
-    Rule,
-    RuleKey,
-    ZBox,
-    divided,
-    key_name,
-    per_channel,
-    where_above,
-)
 from .walk import ChannelFactors, Edge, Visit, Walk
 
 Unknown = Literal["refuse", "gradient"]
@@ -70,11 +48,10 @@ _SELECTIONS = frozenset(
 )
 # Operations into which a batch norm is merged, and the dimension of the channels of their results.
 _CHANNELS = {"convolution": 1, "addmm": -1, "mm": -1}
-# The two factors of a matrix product, and of a product with a vector.
-_FACTORS = {"mm": ("self", "mat2"), "bmm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+# The two factors of a product with a vector.
 _OF_VECTORS = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "tensor"), "vdot": ("self", "other")}
 CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-_GRADIENT = Epsilon(0)
+_GRADIENT = formulas.Epsilon(0)
 NONLINEAR = operations.ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
 _OF_RECTIFIED = frozenset({"constant_pad_nd", "max_pool2d_with_indices", "max_pool3d_with_indices"})
 _RECTIFIERS = ("relu", "hardtanh")
@@ -112,7 +89,7 @@ def kind_of(op: operations.Op) -> str:
 
 def linear_weight(operation: Operation) -> Tensor:
     """Return the weights of a convolution or matrix product, perhaps transposed."""
-    names = ("weight",) if operation.name == "convolution" else {**_FACTORS, **_OF_VECTORS}[operation.name]
+    names = ("weight",) if operation.name == "convolution" else {**FACTORS, **_OF_VECTORS}[operation.name]
     return cast("Tensor", operation.args[names[-1]])
 
 
@@ -136,15 +113,19 @@ class Propagation:
     """Whether the shift of a batch norm that is not merged receives relevance."""
 
     def __init__(
-        self, composite: Composite, layers: Mapping[RuleKey, Sequence[str]], unknown: Unknown, first: Node | None = None
+        self,
+        composite: formulas.Composite,
+        layers: Mapping[formulas.RuleKey, Sequence[str]],
+        unknown: Unknown,
+        first: Node | None = None,
     ) -> None:
         self.composite, self.layers, self.unknown, self.first = composite, layers, unknown, first
-        self.rules: dict[int, Rule] = {}
+        self.rules: dict[int, formulas.Rule] = {}
         self._has_nonlinear = self._reads_relevance = False
         for rule in composite.rules.values():
-            self._has_nonlinear |= isinstance(rule, NonlinearRule)
-            self._reads_relevance |= isinstance(rule, Rule) and not reads_gradient(rule)
-        self._used: set[RuleKey] = set()  # the keys by which operations got their rules
+            self._has_nonlinear |= isinstance(rule, formulas.NonlinearRule)
+            self._reads_relevance |= isinstance(rule, formulas.Rule) and not reads_gradient(rule)
+        self._used: set[formulas.RuleKey] = set()  # the keys by which operations got their rules
         self.relevance: Tensor | None = None
         # By linear operation: its result, if that is the input of the batch norm, and the factors of the norm.
         self._merged: dict[Node, tuple[Tensor | None, ChannelFactors]] = {}
@@ -154,11 +135,13 @@ class Propagation:
         self._has_product = False  # whether the walk has passed a product of two signals
         self._alone: set[Node | None] = set()  # nodes of whose result the score reads one number for each image
 
-    def __call__(self, visit: Visit) -> Gradients:
+    def __call__(self, visit: Visit) -> graph.Gradients:
         """Return G at the operands of a node."""
         operation = visit.operation
         kind = kind_of(operation.op) if operation else ""
-        if operation is None or not kind or not _fits(visit, operation):
+        is_special = operation is not None and (operation.is_part or operation.name in ("maximum", "minimum"))
+        may_misfit = is_special or visit.walk.graph.is_complex
+        if operation is None or not kind or (may_misfit and not _fits(visit, operation)):
             return without_rule(visit, self.unknown)
         if visit.node in self._alone or visit.node is visit.walk.graph.nodes[0]:
             self._follow_score(visit, operation)
@@ -167,7 +150,8 @@ class Propagation:
         if operation.name in _RECTIFIERS and is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
             if kind == "activation":
                 visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
-            return (_times_output(visit, operation),)
+            output = graph.saved(visit.node, "result", None)  # of a ReLU
+            return (operation.repeat().mul_(visit.grad) if output is None else visit.grad * output,)
         return RULES[kind](self, visit, operation)
 
     def _passes_relevance(self, visit: Visit) -> bool:
@@ -197,7 +181,7 @@ class Propagation:
         is_moved = operations.is_view(operation.op) or operation.name in {*_SELECTIONS, "cat", "stack"}
         self._alone.update({visit.node}, visit.walk.graph.operands[visit.node] if is_changed or is_moved else ())
 
-    def _plain(self, visit: Visit, operation: Operation) -> Gradients:
+    def _plain(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Pass the gradient. Constant operands of sums absorb relevance."""
         constants = _constants(visit, operation) if operation.name in operations.ADDITIVE else None
         if constants and holds_constant(constants) and not self._merge_bias(visit, constants):
@@ -208,7 +192,7 @@ class Propagation:
             variance, *mean = visit.grads
             visit = visit._replace(grads=(None if variance is None else variance / 2, *mean))
         if operation.name == "prod":  # a product of n factors is of degree n
-            operand = result_spec(*cast("Edge", visit.walk.graph.next[visit.node][0]))
+            operand = graph.result_spec(*cast("Edge", visit.walk.graph.next[visit.node][0]))
             visit = visit._replace(grads=(visit.grad * (visit.grad.numel() / operand.shape.numel()),))
         is_product = operation.name == "addcmul" and all(visit.on_path[1:])
         return self._product(visit) if is_product else visit.plain()
@@ -218,19 +202,19 @@ class Propagation:
         bias, walk = operation.args.get("other"), visit.walk
         if operation.name != "add" or "alpha" in operation.args or not isinstance(bias, Tensor) or bias.dim() != 1:
             return False
-        edge = next_functions(visit.node)[0]
+        edge = graph.next_functions(visit.node)[0]
         while walk.graph.users[edge] == 1 and edge[0] is not None and (before := walk.graph.operations.get(edge[0])):
-            if result_spec(*edge).shape[-1] != len(bias):
+            if graph.result_spec(*edge).shape[-1] != len(bias):
                 return False
-            if before.name in ("mm", "bmm") and next_functions(edge[0])[0][0] in walk.graph.on_path:
+            if before.name in ("mm", "bmm") and graph.next_functions(edge[0])[0][0] in walk.graph.on_path:
                 self._biases[edge[0]] = bias
                 return True
             if before.name not in ("view", "_unsafe_view"):
                 return False
-            edge = next_functions(edge[0])[0]
+            edge = graph.next_functions(edge[0])[0]
         return False
 
-    def _linear(self, visit: Visit, operation: Operation) -> Gradients:
+    def _linear(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Apply the rule of a convolution or matrix product with constant weights."""
         walk, offset = visit.walk, int(operation.name in ("addmm", "baddbmm", "addmv"))  # the first is a summand
         factors = visit.on_path[offset : offset + 2]
@@ -245,7 +229,7 @@ class Propagation:
         edge = cast("Edge", walk.graph.next[node][index + offset])
         is_sum = bool(offset and visit.on_path[0])
         is_merged, (op, whole) = node in self._merged, self._with_norm(visit, operation, index, is_sum=is_sum)
-        if isinstance(rule, ZBox) and node in walk.graph.first_and_last[0]:
+        if isinstance(rule, formulas.ZBox) and node in walk.graph.first_and_last[0]:
             op.bound = partial(_bound, walk, edge, op.input)
         if walk.grads.forward.targets > 1:
             key = type(rule), repr(rule), op.bias is None, is_merged, node in self._biases
@@ -265,7 +249,7 @@ class Propagation:
         if passed.relevance is not None and node in walk.graph.first_and_last[0]:
             walk.fix(visit, index + offset, passed.relevance)
         elif passed.relevance is not None:
-            grads[index + offset] = divided(passed.relevance, op.input)
+            grads[index + offset] = formulas.divided(passed.relevance, op.input)
             visit.walk.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0), visit.node)
         if is_sum:
             grads[0] = visit.grad * operation.args.get("beta", 1)
@@ -277,7 +261,7 @@ class Propagation:
 
     def _with_norm(
         self, visit: Visit, operation: Operation, index: int, *, is_sum: bool
-    ) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
+    ) -> tuple[formulas.LinearOperation, Callable[[], Tensor] | None]:
         """Return a linear operation with the batch norm or the bias after it, and the function for that result.
 
         The function is None if the output is that result. `is_sum` says whether the operation adds a second signal.
@@ -300,7 +284,7 @@ class Propagation:
                 op.scale = op.scale_of(operation.norms)
         return op, None
 
-    def propagate(self, visit: Visit, rule: Rule, op: LinearOperation, values: Tensor) -> Passed:
+    def propagate(self, visit: Visit, rule: formulas.Rule, op: formulas.LinearOperation, values: Tensor) -> Passed:
         """Return the result of a rule for the input of a linear operation, by its kernel or its formula.
 
         Args:
@@ -315,20 +299,20 @@ class Propagation:
         _check_shape(visit, relevance, rule, op.input)
         return Passed(relevance=relevance)
 
-    def _linear_rule(self, walk: Walk, node: Node) -> Rule:
+    def _linear_rule(self, walk: Walk, node: Node) -> formulas.Rule:
         """Return the rule of a convolution or matrix product."""
         kind = "conv" if cast("Operation", walk.graph.operations[node]).name == "convolution" else "linear"
-        return cast("Rule | None", self._rule(walk, node, kind, Rule)) or _GRADIENT
+        return cast("formulas.Rule | None", self._rule(walk, node, kind, formulas.Rule)) or _GRADIENT
 
-    def _nonlinear_rule(self, visit: Visit, operation: Operation) -> NonlinearRule | None:
+    def _nonlinear_rule(self, visit: Visit, operation: Operation) -> formulas.NonlinearRule | None:
         """Return the rule of the composite for an activation or a normalisation, or None."""
         is_norm = operation.name in operations.NORMS or operations.is_batch_norm(operation.op)
         kind = "activation" if operation.name in NONLINEAR else "norm" if is_norm else ""
         if not kind or operation.is_part:
             return None
-        return cast("NonlinearRule | None", self._rule(visit.walk, visit.node, kind, NonlinearRule))
+        return cast("formulas.NonlinearRule | None", self._rule(visit.walk, visit.node, kind, formulas.NonlinearRule))
 
-    def _nonlinear(self, visit: Visit, operation: Operation, rule: NonlinearRule) -> Gradients:
+    def _nonlinear(self, visit: Visit, operation: Operation, rule: formulas.NonlinearRule) -> graph.Gradients:
         """Apply the rule of the composite for an activation or a normalisation."""
         operand = _operand(operation)
         x, grad = at_least_float32(operation.args[operand]), at_least_float32(visit.grad)
@@ -337,16 +321,16 @@ class Propagation:
             return cast("Tensor", operations.as_results(operation.repeat(**{operand: x.to(visit.grad.dtype)}))[0])
 
         y = at_least_float32(operations.as_results(operation.result)[0])
-        relevance = rule.relevance(NonlinearOperation(x, y, run), y * grad)
+        relevance = rule.relevance(formulas.NonlinearOperation(x, y, run), y * grad)
         _check_shape(visit, relevance, rule, x)
-        passed = divided(relevance, x)
+        passed = formulas.divided(relevance, x)
         visit.walk.handled[f"{operation.name.removeprefix('native_')} by {rule.name}"] += 1
         visit.walk.absorb("stabiliser", y * grad - x * passed, visit.node)
         return (passed.to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
-    def _rule(self, walk: Walk, node: Node, kind: str, base: type) -> AnyRule | None:
+    def _rule(self, walk: Walk, node: Node, kind: str, base: type) -> formulas.AnyRule | None:
         """Return the rule of an operation: by its most specific key, or by its kind."""
-        rules, keys = self.composite.rules, list[tuple[tuple[int, ...], RuleKey]]()
+        rules, keys = self.composite.rules, list[tuple[tuple[int, ...], formulas.RuleKey]]()
         for name in walk.graph.record.modules(node) if self.layers else ():
             fitting = (key for key, names in self.layers.items() if name in names and isinstance(rules[key], base))
             keys += ((_rank(key, name), key) for key in fitting)
@@ -361,14 +345,14 @@ class Propagation:
         """Raise MethodError for a name, pattern or type whose rule no operation got."""
         for key, names in self.layers.items():
             if names and key not in self._used:
-                is_linear = isinstance(self.composite.rules[key], Rule)
+                is_linear = isinstance(self.composite.rules[key], formulas.Rule)
                 operation = "convolution or matrix product with weights" if is_linear else "activation or normalisation"
                 raise MethodError(
-                    f'composite: the rule of "{key_name(key)}" is never used: no {operation} runs there between the '
-                    "input and the score, or more specific keys precede it"
+                    f'composite: the rule of "{formulas.key_name(key)}" is never used: no {operation} runs there '
+                    "between the input and the score, or more specific keys precede it"
                 )
 
-    def _batch_norm(self, visit: Visit, operation: Operation) -> Gradients:
+    def _batch_norm(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Merge a batch norm into the linear operation before it, or divide by the magnitudes of x and the constant."""
         walk, y_grad = visit.walk, visit.grad
         factors = walk.graph.channel_factors.get(visit.node)
@@ -391,7 +375,7 @@ class Propagation:
         scale, shift = channelwise(factors.scale, x), channelwise(factors.shift, x)
         part = x * scale
         relevance = (part + shift) * y_grad
-        quotients = divided(relevance, part.abs() + shift.abs() * self.shift_receives)
+        quotients = formulas.divided(relevance, part.abs() + shift.abs() * self.shift_receives)
         visit.walk.absorb("biases", relevance - quotients * part.abs(), visit.node)
         return (quotients * scale.abs() * x.sign(), None, None)
 
@@ -418,7 +402,7 @@ class Propagation:
                     path[edge] = channels = numbers.amax(tuple(others), keepdim=True)
                     obstacle = obstacle or "view" * (not bool(((numbers == channels) | (numbers == 0)).all()))
                 continue
-            parts: Gradients = (numbers,)
+            parts: graph.Gradients = (numbers,)
             if all(on_path) and (name == "cat" or (operations.is_view(operation.op) and name != "expand")):
                 obstacle = obstacle or name * (sum(walk.graph.users[node, index] for index in range(len(specs))) != 1)
                 if numbers is None:
@@ -436,7 +420,7 @@ class Propagation:
         self._paths[norm] = {} if obstacle else path
         return self._paths[norm]
 
-    def _norm(self, visit: Visit, operation: Operation) -> Gradients:
+    def _norm(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Pass through the centring, with the deviation as a constant."""
         norm = normalisation(operation)
         visit.walk.handled[f"{operation.name.removeprefix('native_')} with a constant deviation"] += 1
@@ -447,7 +431,7 @@ class Propagation:
         passed = norm.centred(norm.weighted(grad) * norm.rstd)
         return (passed.reshape(grad.shape).to(visit.grad.dtype), *[None] * (len(visit.on_path) - 1))
 
-    def _activation(self, visit: Visit, operation: Operation) -> Gradients:
+    def _activation(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
         on_path = visit.on_path
         if is_rectifier(visit.walk, visit.node):
@@ -474,7 +458,7 @@ class Propagation:
         if bool(at_zero.any()):
             visit.walk.absorb("activations", visit.grad * at_zero, visit.node)
             ratio = (result - at_zero) / x
-        if is_tracing() or not math.isfinite(float(ratio.sum())):
+        if graph.is_tracing() or not math.isfinite(float(ratio.sum())):
             slope = derivative(operation, torch.zeros_like(at_zero))
             ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
         return tuple(ratio.mul_(visit.grad) if is_own else None for is_own in on_path)
@@ -493,21 +477,21 @@ class Propagation:
         self._alone.update({source} if is_inverse else ())
         return visit.grad if is_inverse or (visit.node in self._alone and name in _INCREASING) else None
 
-    def _mul(self, visit: Visit, operation: Operation) -> Gradients:
+    def _mul(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Pass the gradient of a product with a constant."""
         return self._product(visit) if visit.on_path == [True, True] else visit.plain()
 
-    def _product(self, visit: Visit) -> Gradients:
+    def _product(self, visit: Visit) -> graph.Gradients:
         """Give each factor of a product half of the relevance, or all of it if the other factor is a constant.
 
         In an activation, such as x * sigmoid(x), all factors except x are treated as constant: this is the rule f(x)/x.
         """
         walk, self._has_product = visit.walk, True
         grads = list(visit.plain())
-        factors = [index for index, on_path in enumerate(visit.on_path) if on_path][
-            -2:
-        ]  # the first of three is a summand
-        constants = [index for index in factors if self._is_constant_factor(next_functions(visit.node)[index][0], walk)]
+        # The first of three is a summand.
+        factors = [index for index, on_path in enumerate(visit.on_path) if on_path][-2:]
+        edges = graph.next_functions(visit.node)
+        constants = [index for index in factors if self._is_constant_factor(edges[index][0], walk)]
         if len(constants) == 1:
             walk.handled["product with a constant factor"] += 1
             grads[constants[0]] = None
@@ -528,15 +512,15 @@ class Propagation:
         gates = _GATES if self.composite.constant_gates else frozenset()
         return operation is not None and operation.name in _DEVIATIONS | gates
 
-    def _div(self, visit: Visit, operation: Operation) -> Gradients:
+    def _div(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Give the relevance of a quotient to the numerator."""
         if not visit.on_path[0]:
             return without_rule(visit, self.unknown)
         return (visit.plain()[0], None)
 
-    def _softmax(self, visit: Visit, operation: Operation) -> Gradients:
+    def _softmax(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Pass the gradient of a softmax, or nothing if attention weights are treated as constant."""
-        s = cast("Tensor", saved(visit.node, "result"))
+        s = cast("Tensor", graph.saved(visit.node, "result"))
         is_weight = self.composite.constant_gates and self._has_product  # not the probabilities of the classes
         passed = torch.zeros_like(s) if is_weight else cast("Tensor", visit.plain()[0])
         visit.walk.handled["softmax as a constant" if is_weight else "softmax by gradient"] += 1
@@ -546,7 +530,7 @@ class Propagation:
         visit.walk.absorb("softmax", s * visit.grad - logits.mul_(passed), visit.node)
         return (passed,)
 
-    def _logsumexp(self, visit: Visit, operation: Operation) -> Gradients:
+    def _logsumexp(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Pass the gradient of a log-sum-exp, which is the softmax, or of a log-softmax."""
         grads = visit.plain()
         passed = operation.args["self"] * cast("Tensor", grads[0])
@@ -555,7 +539,7 @@ class Propagation:
         visit.walk.absorb("softmax", operation.result * visit.grad - passed, visit.node)
         return grads
 
-    def _attention(self, visit: Visit, operation: Operation) -> Gradients:
+    def _attention(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Give the value half of the relevance, and query and key a quarter each; or all to the value."""
         query, key, value = visit.on_path[:3]
         weighs = (query or key) and not self.composite.constant_gates
@@ -571,7 +555,7 @@ class Propagation:
         return tuple(grads)
 
 
-RULES: dict[str, Callable[[Propagation, Visit, Operation], Gradients]] = {
+RULES: dict[str, Callable[[Propagation, Visit, Operation], graph.Gradients]] = {
     "plain": Propagation._plain,
     "linear": Propagation._linear,
     "batch_norm": Propagation._batch_norm,
@@ -586,7 +570,7 @@ RULES: dict[str, Callable[[Propagation, Visit, Operation], Gradients]] = {
 """The rule of each kind of operation."""
 
 
-def _rank(key: RuleKey, module: str) -> tuple[int, ...]:
+def _rank(key: formulas.RuleKey, module: str) -> tuple[int, ...]:
     """Return how specific a key is for a module: an exact name, then a pattern, then (after "last", "first") a type."""
     return (0, len(module), len(key.__mro__)) if isinstance(key, type) else (2 + (key == module), len(key))
 
@@ -596,7 +580,7 @@ def _origin(walk: Walk, node: Node | None) -> Node | None:
     while node is not None and (operation := walk.graph.operations.get(node)):
         if not (operations.is_view(operation.op) or operation.name in _SELECTIONS):
             break
-        node = next_functions(node)[0][0]
+        node = graph.next_functions(node)[0][0]
     return node
 
 
@@ -616,8 +600,8 @@ def _of_matrices(operation: Operation) -> Operation:
     factors = first.reshape(-1, len(second)), second[:, None]
     if operation.name == "addmv":
         args = {**args, "self": args["self"].reshape(-1, 1)}
-        return Operation(aten.addmm.default, "addmm", {**args, **dict(zip(_FACTORS["addmm"], factors, strict=True))})
-    return Operation(aten.mm.default, "mm", dict(zip(_FACTORS["mm"], factors, strict=True)))
+        return Operation(aten.addmm.default, "addmm", {**args, **dict(zip(FACTORS["addmm"], factors, strict=True))})
+    return Operation(aten.mm.default, "mm", dict(zip(FACTORS["mm"], factors, strict=True)))
 
 
 def _function_of(operation: Operation, index: int) -> Operation:
@@ -647,14 +631,8 @@ def _is_rectified(walk: Walk, node: Node | None) -> bool:
     while node is not None and (operation := walk.graph.operations.get(node)):
         if operation.name not in _OF_RECTIFIED or operation.kept_args.get("value"):
             break
-        node = next_functions(node)[0][0]
+        node = graph.next_functions(node)[0][0]
     return is_rectifier(walk, node)
-
-
-def _times_output(visit: Visit, operation: Operation) -> Tensor:
-    """Return G times the result of a rectifier, which a ReLU saves."""
-    output = saved(visit.node, "result", None)
-    return cast("Tensor", operation.repeat().mul_(visit.grad) if output is None else visit.grad * output)
 
 
 def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
@@ -662,10 +640,10 @@ def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
 
     The other factor is 0 where the value is 0, such as the value itself. None in a product of two signals.
     """
-    walk, edges = visit.walk, [cast("Edge", next_functions(visit.node)[index]) for index in factors]
+    walk, edges = visit.walk, [cast("Edge", graph.next_functions(visit.node)[index]) for index in factors]
     above = {*edges}
     while len(above) > 1:
-        latest = max(above, key=lambda edge: sequence_nr(edge[0]) if edge[0] in walk.graph.next else -1)
+        latest = max(above, key=lambda edge: graph.sequence_nr(edge[0]) if edge[0] in walk.graph.next else -1)
         operands = _pointwise_operands(walk, latest)
         if not operands:
             return None
@@ -679,9 +657,9 @@ def _pointwise_operands(walk: Walk, edge: Edge) -> list[Edge]:
     operation = walk.graph.operations.get(edge[0])
     if operation is None or not operations.is_elementwise(operation.op) or operation.is_part:
         return []
-    operands = [cast("Edge", operand) for operand in next_functions(edge[0]) if operand[0] in walk.graph.on_path]
-    shape = result_spec(*edge).shape
-    return operands if all(result_spec(*operand).shape == shape for operand in operands) else []
+    operands = [cast("Edge", operand) for operand in graph.next_functions(edge[0]) if operand[0] in walk.graph.on_path]
+    shape = graph.result_spec(*edge).shape
+    return operands if all(graph.result_spec(*operand).shape == shape for operand in operands) else []
 
 
 def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
@@ -698,13 +676,13 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
     return all(operands) and not is_shifted
 
 
-def _check_shape(visit: Visit, values: object, rule: AnyRule, x: Tensor) -> None:
+def _check_shape(visit: Visit, values: object, rule: formulas.AnyRule, x: Tensor) -> None:
     """Raise MethodError for a rule whose result does not have the shape of the input."""
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape == x.shape:
         return
     names, operation = visit.walk.graph.record.modules(visit.node), cast("Operation", visit.operation)
-    weights = f" with weights {tuple(linear_weight(operation).shape)}" if isinstance(rule, Rule) else ""
+    weights = f" with weights {tuple(linear_weight(operation).shape)}" if isinstance(rule, formulas.Rule) else ""
     where = f'layer "{max(names, key=len)}"' if names else f"an operation {operation.name}{weights}"
     raise MethodError(
         f"the rule {rule!r} at {where} returned {shape} for an input {tuple(x.shape)} and an output "
@@ -718,7 +696,7 @@ def _bound(walk: Walk, edge: Edge, values: Tensor, bound: float | Sequence[float
     In between are views and operations that change each number by a constant, so it is the derivative times the
     difference between the bound and the image, plus the operand: by a second derivative of the gradient.
     """
-    change, spec = per_channel(bound, walk.x.detach()) - walk.x.detach(), result_spec(*edge)
+    change, spec = formulas.per_channel(bound, walk.x.detach()) - walk.x.detach(), graph.result_spec(*edge)
     with torch.enable_grad():
         grad = torch.zeros(spec.shape, dtype=spec.dtype, device=values.device).requires_grad_()
         (back,) = torch.autograd.grad([GradientEdge(*edge)], [walk.x], [grad], create_graph=True)
@@ -737,12 +715,12 @@ def _at_zero(operation: Operation) -> Tensor:
     return cast("Tensor", operation.repeat(**{name: operation.args[name].new_zeros(())}))
 
 
-def without_rule(visit: Visit, unknown: Unknown) -> Gradients:
+def without_rule(visit: Visit, unknown: Unknown) -> graph.Gradients:
     """Pass the gradient of an operation without a rule, or refuse it."""
     if visit.node.name() == _VIEW_AFTER_WRITE:
         return visit.plain()
     for node in visit.walk.graph.nodes:
-        if unknown == "refuse" or isinstance(node, CHECKPOINT_NODE):
+        if unknown == "refuse" or isinstance(node, graph.CHECKPOINT_NODE):
             require_visible(node)
     name = visit.operation.name if visit.operation else visit.node.name()
     if not (visit.operation or operations.is_custom_function(visit.node)):
@@ -762,9 +740,8 @@ def refuses_complex(visit: Visit, operation: Operation) -> bool:
     """Return whether an operation on complex numbers is not linear, so that no rule fits it."""
     if not visit.walk.graph.is_complex:
         return False
-    operands = (
-        result_spec(*edge).dtype for edge in visit.walk.graph.next[visit.node] if edge[0] in visit.walk.graph.on_path
-    )
+    of_call = visit.walk.graph
+    operands = (graph.result_spec(*edge).dtype for edge in of_call.next[visit.node] if edge[0] in of_call.on_path)
     is_linear = (
         operation.name in operations.PLAIN
         or operations.is_view(operation.op)
@@ -776,7 +753,7 @@ def refuses_complex(visit: Visit, operation: Operation) -> bool:
 def _fits(visit: Visit, operation: Operation) -> bool:
     """Return whether the rule of an operation fits its operands."""
     name, on_path = operation.name, visit.on_path
-    if visit.walk.graph.is_complex and refuses_complex(visit, operation):
+    if refuses_complex(visit, operation):
         return False
     if name in ("maximum", "minimum"):
         return all(on_path)
@@ -820,7 +797,7 @@ def _adds_bias(operation: Operation, dims: int) -> bool:
 
 def constant_part(node: Node, operation: Operation, device: torch.device) -> Tensor:
     """Return the result of a sum with zeros in place of the operands that depend on the image."""
-    edges = iter(next_functions(node))
+    edges = iter(graph.next_functions(node))
 
     def filled(value: Tensor | None) -> Tensor | None:
         if value is not None and not value.is_floating_point():
@@ -828,7 +805,7 @@ def constant_part(node: Node, operation: Operation, device: torch.device) -> Ten
         node, index = next(edges, (None, 0))
         if value is not None or node is None:
             return value
-        spec = result_spec(node, index)
+        spec = graph.result_spec(node, index)
         return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
 
     return cast("Tensor", operation.repeat(**tree_map(operation.args, _OPERANDS, filled)))
@@ -892,7 +869,7 @@ def derivative(operation: Operation, point: Tensor) -> Tensor:
     """Return the derivative of a pointwise operation."""
     name, args, ones = _operand(operation), operation.kept_args, point.new_ones(())
     if operation.name == "relu":
-        return where_above(ones, point, 0)
+        return formulas.where_above(ones, point, 0)
     if operation.name == "hardtanh":
         return cast(
             "Tensor",
@@ -904,7 +881,7 @@ def derivative(operation: Operation, point: Tensor) -> Tensor:
     return slope
 
 
-def linear_operation(operation: Operation, operand: int) -> LinearOperation:
+def linear_operation(operation: Operation, operand: int) -> formulas.LinearOperation:
     """Return a convolution or matrix product as a function of one operand, in at least float32.
 
     Args:
@@ -912,7 +889,7 @@ def linear_operation(operation: Operation, operand: int) -> LinearOperation:
         operand: The index of the factor that depends on the image; the other factor holds the weights.
     """
     is_convolution, args = operation.name == "convolution", operation.args
-    names = ("input", "weight") if is_convolution else _FACTORS[operation.name]
+    names = ("input", "weight") if is_convolution else FACTORS[operation.name]
     x, weight = at_least_float32(args[names[operand]]), at_least_float32(args[names[1 - operand]])
     if (alpha := args.get("alpha", 1)) != 1:
         weight = weight * alpha
@@ -922,12 +899,12 @@ def linear_operation(operation: Operation, operand: int) -> LinearOperation:
         bias = channelwise(bias, x) if is_convolution else bias * args.get("beta", 1)
     run, transposed = _convolution(args, x) if is_convolution else _matrix_product(operand)
     dims = tuple(range(1, x.dim())) if is_convolution else (-1 - operand,)
-    return LinearOperation(x, weight, bias, run, transposed, dims)
+    return formulas.LinearOperation(x, weight, bias, run, transposed, dims)
 
 
 def _merged(
-    op: LinearOperation, operation: Operation, recorded: Tensor | None, norm: ChannelFactors
-) -> tuple[LinearOperation, Callable[[], Tensor] | None]:
+    op: formulas.LinearOperation, operation: Operation, recorded: Tensor | None, norm: ChannelFactors
+) -> tuple[formulas.LinearOperation, Callable[[], Tensor] | None]:
     """Return an operation with the batch norm after it, and the function that computes the result of the norm.
 
     The function is None if the output is that result.

@@ -28,12 +28,7 @@ from ..io.axes import at_least_float32
 Edge = tuple[Node, int]
 # Fractions of the score below this are rounding errors.
 _ROUNDING = 1e-5
-# Operations that move or repeat numbers without changing them, besides views.
-_MOVES = {
-    *("cat", "clone", "constant_pad_nd", "copy", "flip", "im2col", "index", "index_select", "pixel_shuffle"),
-    *("pixel_unshuffle", "reflection_pad2d", "repeat", "replication_pad2d", "roll", "stack", "_to_copy"),
-    *("upsample_nearest2d", "masked_scatter", "slice_scatter", "select_scatter"),
-}
+_MOVES = operations.MOVES | {"clone", "copy", "_to_copy", "upsample_nearest2d"}
 
 
 class Visit(NamedTuple):

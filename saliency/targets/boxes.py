@@ -16,7 +16,7 @@ from ..io.geometry import Box, Geometry
 from ..validation import check_choice, described, is_integer, is_real
 from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, check_read, iou
 from .classes import class_index, class_name, require_class
-from .question import Categories, Images, Question, QuestionBatch, Readings, Target
+from .question import Categories, Images, Question, QuestionBatch, Target
 
 BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]
 _EDGES = ("x0", "y0", "x1", "y1")
@@ -73,7 +73,7 @@ class BoxTarget(Target):
 
     def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return the questions about the box of each image. Raises TargetError if an image has no such box."""
-        rows, boxes = self._rows(output, images), []
+        rows, boxes = self.rows(output, images), []
         for image in images.numbers:
             try:
                 match = self._match(rows[image], images)
@@ -85,7 +85,7 @@ class BoxTarget(Target):
 
     def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about other classes, or joints, of the box, or about the top classes of other detections."""
-        (image,), rows = images.numbers, self._rows(output, images)
+        (image,), rows = images.numbers, self.rows(output, images)
         row, match, geometry = rows[image], self._match(rows[image], images), images.geometries[image]
         if kind == "class" and isinstance(self.quantity, int):
             count = cast("Tensor", row.keypoints).shape[1]
@@ -103,21 +103,18 @@ class BoxTarget(Target):
 
     def detections(self, output: Any, images: Images) -> list[Match]:
         """Return the detections of the class in one image, in descending order of their probability."""
-        (row,) = self._rows(output, images)
+        (row,) = self.rows(output, images)
         return [_match(row, index, self.label) for index in row.detections(label=self.label)]
 
-    def _rows(self, output: Any, images: Images) -> list[Candidates]:
-        return self.rows(output, images.geometries, images.categories, images.readings)
-
-    def rows(
-        self, output: Any, geometries: tuple[Geometry, ...], names: Categories, readings: Readings
-    ) -> list[Candidates]:
-        """Return the candidates of each row of an output. `readings` caches them for other boxes."""
+    def rows(self, output: Any, images: Images, geometries: tuple[Geometry, ...] = ()) -> list[Candidates]:
+        """Return the candidates of each row of an output, by default of the images, cached for other boxes."""
+        geometries = geometries or images.geometries
         if not geometries:
             raise TargetError("a box is a target of methods only")
-        classes = None if isinstance(self.quantity, int) else _class_count(names)  # the names may be those of joints
-        key = geometries, classes, self.link, self.read
-        return readings.of(output, key, lambda: candidates(output, geometries, classes, self.link, self.read))
+        # The names may be those of joints, and a list that grows on demand has no number.
+        has_count = type(names := images.categories) is tuple and not isinstance(self.quantity, int)
+        key = geometries, len(names or ()) if has_count else None, self.link, self.read
+        return images.candidates(output, key, lambda: candidates(output, *key))
 
     def _match(self, row: Candidates, images: Images) -> Match:
         """Return the box of one image that the target explains."""
@@ -204,7 +201,7 @@ class BoxScore:
 
     def rows(self, output: Any) -> list[Candidates]:
         """Return the candidates of variants of the image."""
-        return self.target.rows(output, (self.geometry,), self.images.categories, self.images.readings)
+        return self.target.rows(output, self.images, (self.geometry,))
 
     def detections(self, output: Any) -> Detections:
         """Return the candidates of variants of the image, as tensors."""
@@ -267,8 +264,7 @@ class BoxScore:
 
 def _scores(boxes: Sequence[BoxScore], output: Any) -> Tensor:
     """Return the scores (N,) of the boxes of a batch, one for each image."""
-    target, images = boxes[0].target, boxes[0].images
-    rows = target.rows(output, tuple(box.geometry for box in boxes), images.categories, images.readings)
+    rows = boxes[0].target.rows(output, boxes[0].images, tuple(box.geometry for box in boxes))
     return torch.stack([box.of_row(row) for box, row in zip(boxes, rows, strict=True)])
 
 
@@ -278,11 +274,6 @@ def _match(row: Candidates, index: int, label: int | None) -> Match:
     label = int(probabilities.argmax()) if label is None else label
     probability = float(probabilities[label]) if label < len(probabilities) else 0.0
     return Match(cast("Box", tuple(row.boxes[index].tolist())), label, None, 1.0, probability)
-
-
-def _class_count(names: Categories) -> int | None:
-    """Return the number of classes if all are named; a list that grows on demand has no number."""
-    return len(names) if type(names) is tuple else None
 
 
 def as_text(position: Sequence[float]) -> str:

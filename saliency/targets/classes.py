@@ -289,19 +289,17 @@ class TargetList(Target):
     def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return the question of each image's target."""
         asked = [self.targets[number].ask(output, images.only(number)) for number in images.numbers]
-        return QuestionBatch([t[0] for t in asked], partial(_scores_by_image, [t.score for t in asked]))
+
+        def score(output: Any) -> Tensor:
+            # Each function reads the rows of all images, so that relevance finds N rows in every operation.
+            rows = (one_score_each(part.score(output), len(asked))[image] for image, part in enumerate(asked))
+            return torch.stack(list(rows))
+
+        return QuestionBatch([part[0] for part in asked], score)
 
     def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return the other questions of the image's target."""
         return self.targets[images.numbers[0]].others(output, images, kind)
-
-
-def _scores_by_image(scores: Sequence[Score], output: Any) -> Tensor:
-    """Return the score of each image (N,) by the function of its target.
-
-    Each function reads the rows of all images, so that relevance finds N rows in every operation.
-    """
-    return torch.stack([one_score_each(score(output), len(scores))[image] for image, score in enumerate(scores)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,13 +399,9 @@ def as_target(target: TargetLike, images: int = 1) -> Target:
         raise TargetError(f"the target is {name} itself; call it: {name}(...)")
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
-    if isinstance(target, list | tuple) and any(map(_is_question, target)):
+    if isinstance(target, list | tuple) and any(isinstance(part, Target) or callable(part) for part in target):
         return TargetList(tuple(map(as_target, per_image(target, images))))
     return ClassTarget(target)
-
-
-def _is_question(target: Any) -> bool:
-    return isinstance(target, Target) or callable(target)
 
 
 # Scores of classes, and class names

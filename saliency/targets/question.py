@@ -35,21 +35,6 @@ class PartialNames(tuple[str, ...]):
     """Class names from a mapping with gaps. Other classes have names such as `class 7`."""
 
 
-class Readings:
-    """Candidates of the last output, shared by all targets of a call that read it with the same options."""
-
-    _output: Any = object()  # no output of a model
-    _rows: dict[Hashable, list[Any]]
-
-    def of(self, output: Any, key: Hashable, read: Callable[[], list[Any]]) -> list[Any]:
-        """Return the candidates of an output, read with the options in `key`."""
-        if output is not self._output:
-            self._output, self._rows = output, {}
-        if key not in self._rows:
-            self._rows[key] = read()
-        return self._rows[key]
-
-
 class Images:
     """Facts about the images of a call that targets need besides the output.
 
@@ -60,20 +45,28 @@ class Images:
         categories: The class names.
         answer: The answer that is explained; None for an image.
         located_at: The position of the model's input on each image; empty if it was not computed, or does not exist.
-        readings: The candidates of the last output of a detector.
         numbers: The indices of the images that questions are about.
     """
 
     def __init__(self, count: int = 1, categories: Categories = None, answer: AnswerText | None = None) -> None:
         self.count, self.categories, self.answer = count, categories, answer
         self.located_at: tuple[Geometry, ...] = ()
-        self.readings = Readings()
+        self._readings: list[Any] = [None, {}]  # the last output of a detector, and its candidates by options
         self.numbers: Sequence[int] = range(count)
 
     @property
     def geometries(self) -> tuple[Geometry, ...]:
         """The position of the model's input on each image; empty without positions."""
         return self.located_at
+
+    def candidates(self, output: Any, key: Hashable, read: Callable[[], list[Any]]) -> list[Any]:
+        """Return the candidates of an output, which all targets of a call with the same options in `key` share."""
+        if output is not self._readings[0]:
+            self._readings[:] = output, {}
+        rows: dict[Hashable, list[Any]] = self._readings[1]
+        if key not in rows:
+            rows[key] = read()
+        return rows[key]
 
     def encode_text(self, texts: Sequence[Prompt]) -> tuple[Tensor, float]:
         """Return the embeddings (K, D) of texts, and the model's factor from cosine similarities to logits."""

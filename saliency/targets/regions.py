@@ -36,16 +36,12 @@ class Region(Target):
     where: Tensor | RegionChoice | Literal["peak"] = "predicted"  # not used if there is a position
     is_sum: bool = False  # instead of the mean
     joint: str = ""
+    reads_logits = True  # a probability saturates where the model is certain
 
     @property
     def part(self) -> Hashable:
         """The joints of a pose; None for a segmentation."""
         return ("joint", None) if self.joint else None
-
-    @property
-    def reads_logits(self) -> bool:
-        """Return True: a probability saturates where the model is certain."""
-        return True
 
     def prepared(self, images: Images) -> Region:
         """Return the target with a class index instead of a name."""
@@ -55,7 +51,8 @@ class Region(Target):
 
     def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return the questions about the pixels of the output. Raises TargetError if there are no such pixels."""
-        scores, index = _scores(output, int(self.label))
+        index = int(self.label)
+        scores = _scores(output, index)
         has_instances, is_binary = _has_instances(output), False
         if not has_instances:
             count = images.class_count(scores.shape[1]) if self.where != "peak" else scores.shape[1]
@@ -94,7 +91,7 @@ class Region(Target):
         """Return questions about the other classes of the same pixels, or about the other joints."""
         (question,) = self.ask(output, images)
         score = cast("RegionScore", question.score)
-        count = max(_scores(output, score.label)[0].shape[1], 1 + score.is_binary) if kind == "class" else 0
+        count = max(_scores(output, score.label).shape[1], 1 + score.is_binary) if kind == "class" else 0
         labels = [label for label in range(count) if label != score.label]
         if self.where == "peak":
             joints = [replace(self, label=label, joint=f"joint {label}") for label in labels]
@@ -149,9 +146,8 @@ class RegionScore:
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""
-        scores, index = _scores(output, self.label)
-        reduce = torch.sum if self.is_sum else torch.mean
-        channel = scores[:, min(index, scores.shape[1] - 1)]
+        scores, reduce = _scores(output, self.label), torch.sum if self.is_sum else torch.mean
+        channel = scores[:, min(self.label, scores.shape[1] - 1)]
         cells = self.cells.to(channel.device).expand(len(channel), *self.cells.shape[1:])
         # Index instead of multiplying by a mask: such a product looks like a hand-written ReLU in the graph.
         means = torch.stack([reduce(image[marks > 0]) for image, marks in zip(channel, cells, strict=True)])
@@ -164,12 +160,12 @@ class RegionScore:
         return replace(self, cells=self.cells.flip(-1))
 
 
-def _scores(output: Any, index: int) -> tuple[Tensor, int]:
-    """Return the scores (N, C, h, w), with one channel for the class of instances, and the index of the class."""
+def _scores(output: Any, index: int) -> Tensor:
+    """Return the scores (N, C, h, w), with one channel for a class of instances."""
     if not _has_instances(output):
-        return score_maps(output), index
+        return score_maps(output)
     masks = [(entry["scores"] * (entry["labels"] == index), entry["masks"][:, 0]) for entry in output]
-    return torch.stack([torch.einsum("n,nhw->hw", *pair) for pair in masks])[:, None], index
+    return torch.stack([torch.einsum("n,nhw->hw", *pair) for pair in masks])[:, None]
 
 
 def _has_instances(output: Any) -> bool:
@@ -245,16 +241,12 @@ class Keypoint(Target):
     joint: int | str
     person: int = 0
     read: CandidatesFunction | None = None
+    reads_logits = True
 
     @property
     def part(self) -> Hashable:
         """The joints."""
         return "joint", self.read
-
-    @property
-    def reads_logits(self) -> bool:
-        """Return True, as for a region."""
-        return True
 
     def ask(self, output: Any, images: Images) -> QuestionBatch:
         """Return the questions about the joint of each image. Raises TargetError if there is no such joint."""
@@ -267,7 +259,7 @@ class Keypoint(Target):
     def _found(self, output: Any, images: Images) -> Target:
         """Return the joint as a target on a heatmap, or on the persons of a detector."""
         is_maps = self.read is None and not _has_persons(output)
-        rows = None if is_maps else self._person(0).rows(output, images.geometries, None, images.readings)
+        rows = None if is_maps else self._person(0).rows(output, images)
         scores = score_maps(output) if rows is None else rows[images.numbers[0]].keypoints
         if scores is None:
             raise TargetError("the detector's output has no scores of joints")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
-from saliency.attribution.replay import Program, TailForward
+from saliency.attribution.replay import Replay, TailForward
 from saliency.errors import LayerError, ModelError
 from saliency.hooks.manager import HookManager
 from saliency.hooks.pytree import first_tensor, tree_map_tensors, tree_tensors
@@ -401,8 +401,13 @@ def test_methods_read_a_model_that_runs_its_batch_in_parts(method: type[saliency
 
 
 def test_a_wrong_program_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Program.external
-    monkeypatch.setattr(Program, "external", lambda program, rows: [1.001 * each for each in right(program, rows)])
+    right = Replay.__init__
+
+    def wrong(replay: Replay, *arguments: Any) -> None:
+        right(replay, *arguments)
+        replay.external = [1.001 * tensor for tensor in replay.external]
+
+    monkeypatch.setattr(Replay, "__init__", wrong)
     model, x = made(SkipAndCat), picture()
     with prepared_for_attribution(model):
         behind = TailForward(model, "two", x)

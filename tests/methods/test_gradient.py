@@ -819,6 +819,21 @@ def test_a_relu_in_place_on_a_part_is_refused_with_its_cure(rule: str) -> None:
         explained(Net(relu_of_a_part), noisy_images(), rule)
 
 
+def silu_of_a_part(h: Tensor) -> Tensor:
+    h = h * 1
+    F.silu(h[:, :1], inplace=True)
+    return F.relu(h)
+
+
+def test_a_silu_in_place_on_a_part_keeps_its_derivative_but_cannot_be_rewritten() -> None:
+    x, whole = noisy_images(), Net(lambda h: F.relu(torch.cat([F.silu(h[:, :1]), h[:, 1:]], 1)))
+    with exact_or_needs_torch("2.14"):
+        values = GuidedBackprop(Net(silu_of_a_part)).attribute(x, 0).values
+        torch.testing.assert_close(values, GuidedBackprop(whole).attribute(x, 0).values)
+        with pytest.raises(NotApplicableError, match=r"a silu works in place on a part of a tensor.*inplace=False"):
+            GuidedBackprop(Net(silu_of_a_part), smooth="positive").attribute(x, 0)
+
+
 @rules
 def test_a_reentrant_checkpoint_is_refused_with_the_cure(rule: str) -> None:
     model = Net(lambda h: checkpoint(F.relu, h, use_reentrant=True))
