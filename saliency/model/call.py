@@ -110,6 +110,7 @@ class Call(NamedTuple):
 
 
 _NOTHING = Call()
+_NO_ROWS = torch.empty(0, 1, dtype=torch.float32, device="cpu")
 
 
 @contextmanager
@@ -362,9 +363,14 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         stack.enter_context(_lease(partial(_evaluate, modules, others), _end_evaluation))
         checks = list[tuple[Tensor, Callable[..., None]]]()
         stack.enter_context(bound(**call, modules=modules, checks=checks))
-        yield
+        try:
+            yield
+        except Exception:
+            with bound(warns=False):  # a score that is not finite is the reason of other errors
+                read_back(_NO_ROWS)
+            raise
         if checks:  # left by a method whose result did not become an explanation
-            read_back(torch.empty(0, 1, dtype=torch.float32, device="cpu"))
+            read_back(_NO_ROWS)
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_the_time_before_the_first_pass_counts(clock: SimpleNamespace) -> None:
 
 
 def test_without_limits_nothing_ends(clock: SimpleNamespace) -> None:
-    budget, estimate = Budget(), SimpleNamespace(count=2 * CHECK_INTERVAL, relative_error=0.0)
+    budget, estimate = Budget(), cast("Any", SimpleNamespace(count=2 * CHECK_INTERVAL, relative_error=0.0))
     clock.now = 1e9
     assert not budget.is_over()
     assert not budget.is_met(estimate)
@@ -59,7 +60,7 @@ def test_a_tolerance_is_checked_after_the_same_numbers_of_samples(chunk: int) ->
             checked.append(self.count)
             return 1.0
 
-    budget, estimate = Budget(tolerance=0.5), Recorded()
+    budget, estimate = Budget(tolerance=0.5), cast("Any", Recorded())
     while estimate.count < 400:
         estimate.count += budget.fitting(chunk, estimate.count, 1)
         budget.is_met(estimate)

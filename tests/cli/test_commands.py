@@ -23,11 +23,10 @@ import torch
 from PIL import Image
 
 import saliency
-from saliency import Preprocess, batch, cli, zoo
+from saliency import Preprocess, cli, zoo
 from saliency._version import __version__
 from saliency.attribution.base import Together
 from saliency.attribution.forward import SharedForward
-from saliency.attribution.heatmap import SIGNS
 from saliency.batch.drawing import write_file
 from saliency.cli import arguments, command_parser, main
 from saliency.io.preprocess import as_preprocess
@@ -757,5 +756,4 @@ def test_the_help_of_a_command_speaks_of_no_other_one(run: Callable[..., Run]) -
 
 
 def test_choices_of_the_parser_are_those_of_the_library() -> None:
-    assert SIGNS == batch.SIGNS
     assert arguments.METHOD in METHODS
