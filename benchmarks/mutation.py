@@ -96,8 +96,8 @@ MISTAKES = (
     Mistake(
         "the top of two classes is the other one",
         "targets/classes.py",
-        "scores.detach()[:, 0] > threshold(link)",
-        "scores.detach()[:, 0] < threshold(link)",
+        "row > threshold(link)",
+        "row < threshold(link)",
     ),
     Mistake(
         "log-odds are against the best other text",
