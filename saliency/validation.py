@@ -123,7 +123,8 @@ def check_mask(mask: Any, error: type[SaliencyError]) -> None:
     marked = mask[mask != 0]
     if bool((marked != marked[:1]).any()):
         expected = "expected 0 and one other: pass labels == 3, or probabilities > 0.5"
-        raise error(f"the mask has values from {mask.min():.4g} to {mask.max():.4g}; {expected}")
+        low, high = mask.double().aminmax()  # PyTorch finds no minimum of uint16
+        raise error(f"the mask has values from {low:.4g} to {high:.4g}; {expected}")
 
 
 def check_path(option: str, value: object) -> Path:

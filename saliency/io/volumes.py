@@ -201,7 +201,11 @@ def _read_dicom(path: Path) -> Volume:
     if np.abs(steps - step).max() >= 0.02 * np.linalg.norm(step) or not np.allclose(shapes, shapes[0], atol=1e-3):
         problem = f"its {len(slices)} slices differ in size or direction, or are not evenly spaced"
         raise ImageError(f"{str(path)!r}: {problem} (a slice may be missing); convert it to NIfTI")
-    planes = [np.float32(pixels.apply_rescale(plane, part)).T for part, plane in slices]
+    if first.get("PhotometricInterpretation") == "PALETTE COLOR":
+        raise ImageError(f"{str(path)!r} holds indices of a palette; convert its frames to PNG")
+    # Doses have a scaling of their own.
+    scaling = float(first.get("DoseGridScaling") or 1)
+    planes = [np.float32(pixels.apply_rescale(plane, part) * scaling).T for part, plane in slices]
     values = torch.from_numpy(np.stack(planes, -1))  # (I, J, K), or (C, I, J, K) of colours
     affine = np.eye(4)
     # The spacing of pixels is the distance of rows, then of columns.
@@ -213,21 +217,25 @@ def _read_dicom(path: Path) -> Volume:
 def _read_frames(dicom: Any, file: Any, planes: NDArray[Any]) -> list[tuple[Any, NDArray[Any]]]:
     """Return the frames of a file, each with the attributes of a slice: of the file, of all frames, and of this frame.
 
-    Frames without positions, as of a dose or a video, lie along their normal.
+    Frames without positions, as of a dose or a video, or at one position, lie along their normal.
     """
     shared, by_frame = (file.get(f"{name}FunctionalGroupsSequence") for name in ("Shared", "PerFrame"))
     spacing = float(file.get("SpacingBetweenSlices") or file.get("SliceThickness") or 1)
-    offsets = file.get("GridFrameOffsetVector") or np.arange(len(planes)) * spacing
-    origin, frames = np.array(file.get("ImagePositionPatient", (0, 0, 0)), float), []
-    for number, plane in enumerate(planes):
+    offsets = np.array(file.get("GridFrameOffsetVector") or np.arange(len(planes)) * spacing, float)
+    origin, parts = file.get("ImagePositionPatient") or (0, 0, 0), []
+    for number in range(len(planes)):
         left_out = ("PixelData", "ImagePositionPatient")
         part = dicom.Dataset({part.tag: part for part in file if part.VR != "SQ" and part.keyword not in left_out})
-        part.setdefault("PixelSpacing", [1, 1])
-        part.setdefault("ImageOrientationPatient", [1, 0, 0, 0, 1, 0])
         groups = [*(shared[0] if shared else ()), *(by_frame[number] if by_frame else ())]
-        part.update({element.tag: element for group in groups for item in group.value for element in item})
-        if "ImagePositionPatient" not in part:
+        public = [group.value for group in groups if group.VR == "SQ" and not group.tag.is_private]
+        part.update({element.tag: element for items in public for item in items for element in item})
+        part.PixelSpacing = part.get("PixelSpacing") or [1, 1]
+        part.ImageOrientationPatient = part.get("ImageOrientationPatient") or [1, 0, 0, 0, 1, 0]
+        parts.append(part)
+    if len({tuple(part.get("ImagePositionPatient") or ()) for part in parts}) == 1:
+        start = np.array(parts[0].get("ImagePositionPatient") or origin, float)
+        for part, offset in zip(parts, offsets - offsets[0], strict=True):
             normal = np.cross(*np.reshape(part.ImageOrientationPatient, (2, 3)).astype(float))
-            part.ImagePositionPatient = (origin + float(offsets[number]) * normal).tolist()
-        frames.append((part, plane))
-    return frames
+            part.pop("ImagePositionPatient", None)  # frames share the element
+            part.ImagePositionPatient = (start + offset * normal).tolist()
+    return list(zip(parts, planes, strict=True))

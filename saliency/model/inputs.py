@@ -212,8 +212,13 @@ class ModelInputs:
         """Return the rows of an input for variants of images; other arguments unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) in (1, self.count):
             return value.expand(len(rows), *value.shape[1:]) if len(value) == 1 else value[rows]
-        is_list = isinstance(value, list) and len(value) == self.count > 1
-        return [value[row] for row in rows] if is_list else value
+        if not isinstance(value, list) or not value:
+            return value
+        have_rows = all(isinstance(part, Tensor) and part.shape[:1] == (self.count,) for part in value)
+        if have_rows and (value[0].dim() == 1 or len(value) != self.count):  # such as a mask (N,) of each camera
+            return [self._rows(part, rows) for part in value]
+        is_by_case = len(value) == self.count and (self.count > 1 or isinstance(value[0], Tensor))
+        return [value[row] for row in rows] if is_by_case else value
 
 
 def has_several_inputs(model: nn.Module, given: Any, arguments: Any = ()) -> bool:
@@ -267,12 +272,15 @@ _Tree = Key | tuple[_Join, dict[Any, Any]]
 
 
 def _divided(entry: Any, inputs: dict[Key, Any], name: Key | None = None) -> _Tree:
-    """Add an entry to the inputs, and return its tree. Mappings, tuples, views and lists of masks are divided."""
+    """Add an entry to the inputs, and return its tree. Dictionaries, views, and tuples with images are divided.
+
+    A float tensor of three axes in a tuple may be a state (layers, N, H), so the tuple is divided for another reason.
+    """
     kind, parts, join = type(entry), entry, cast("_Join", dict)
     if kind is Views:
         parts, join = dict(enumerate(entry.images)), _stacked
-    elif kind is tuple or (kind is list and _are_tensors(entry) and not _is_image(entry)):
-        parts, join = dict(enumerate(entry)), partial(_as_sequence, kind)
+    elif kind is tuple and (name is None or any(map(_is_divided, entry))):
+        parts, join = dict(enumerate(entry)), _as_tuple
     elif kind is not dict and name is not None:
         inputs[name] = _as_tensor(entry)
         return name
@@ -292,8 +300,14 @@ def _stacked(parts: dict[Any, Tensor]) -> Tensor:
     return torch.stack([*parts.values()], 1)
 
 
-def _as_sequence(kind: Callable[[Iterable[Any]], Any], parts: dict[Any, Any]) -> Any:
-    return kind(parts.values())
+def _as_tuple(parts: dict[Any, Any]) -> tuple[Any, ...]:
+    return tuple(parts.values())
+
+
+def _is_divided(part: Any) -> bool:
+    """Return whether a part of a tuple is an image, or holds images."""
+    is_state = isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 4
+    return type(part) in (dict, tuple, Views) or (not is_state and _is_image(part))
 
 
 def _are_tensors(entry: list[Any]) -> bool:

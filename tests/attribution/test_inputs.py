@@ -712,6 +712,47 @@ def test_cameras_in_a_list_or_in_one_tensor_are_refused_with_the_cure() -> None:
             saliency.GradCAM(model).attribute({"observation.images": images, "state": state}, 0)
 
 
+class Regions(nn.Module):
+    """A model of an image, a list of boxes for each image, and the two states of an LSTM (layers, N, H)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lstm = nn.Conv2d(3, 4, 3), nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, image: Tensor, boxes: list[Tensor], state: Any = None) -> Tensor:
+        features = self.conv(image).relu()
+        means = [
+            row[:, : int(box[-1, 2]), : int(box[-1, 3])].mean((1, 2)) for row, box in zip(features, boxes, strict=True)
+        ]
+        scores: Tensor = self.lstm(torch.stack(means)[:, None], state)[0][:, 0]
+        return scores
+
+
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "integrated_gradients", "occlusion"])
+def test_a_list_with_a_tensor_for_each_image_is_divided_by_image(name: str) -> None:
+    torch.manual_seed(0)
+    method, x = (
+        saliency.METHODS[name](Regions().eval(), **saliency.METHODS[name].preview_options),
+        torch.randn(2, 3, 12, 12),
+    )
+    boxes = [torch.tensor([[0.0, 0, 5, 5]]), torch.tensor([[0.0, 0, 3, 3], [0, 0, 8, 6]])]
+    both = method.attribute({"image": x, "boxes": boxes}, 1)["image"]
+    for number in (0, 1):
+        alone = method.attribute({"image": x[number : number + 1], "boxes": boxes[number : number + 1]}, 1)["image"]
+        torch.testing.assert_close(both.values[number : number + 1], alone.values)
+
+
+def test_a_tuple_of_states_is_one_argument() -> None:
+    inputs = {"image": torch.randn(2, 3, 12, 12), "boxes": [torch.tensor([[0.0, 0, 5, 5]])] * 2}
+    states = torch.zeros(1, 2, 5), torch.zeros(1, 2, 5)
+    model = Regions().eval()
+    maps = [
+        saliency.VanillaGradient(model).attribute({**inputs, **more}, 1)["image"].values
+        for more in ({}, {"state": states})
+    ]
+    assert torch.equal(*maps)
+
+
 def test_a_refused_input_is_named() -> None:
     model, inputs = case("early")
     with pytest.raises(ModelError, match=r"refused an input of rgb 2x3x16x20 .* and depth 2x1x8x8 "):

@@ -86,7 +86,7 @@ def write_series(folder: Path, numbers: Sequence[int] = (3, 0, 4, 1, 2), series:
     return folder
 
 
-def write_frames(path: Path, kind: str) -> Path:
+def write_frames(path: Path, kind: str, **changes: Any) -> Path:
     """Write the volume of `write_series` as one file, with its slices in another order if their positions are given."""
     parts = [pydicom.dcmread(file) for file in sorted(write_series(path.parent / "slices").iterdir())]
     shutil.rmtree(path.parent / "slices")
@@ -94,6 +94,7 @@ def write_frames(path: Path, kind: str) -> Path:
     file, geometry = parts[0], ("PixelSpacing", "ImageOrientationPatient", "RescaleSlope", "RescaleIntercept")
     if kind == "enhanced":
         file.SharedFunctionalGroupsSequence = [_groups(file, *geometry)]
+        file.SharedFunctionalGroupsSequence[0].private_block(0x21, "MAKER", create=True).add_new(1, "LO", "text")
         file.PerFrameFunctionalGroupsSequence = [_groups(part, "ImagePositionPatient") for part in parts]
         for name in (*geometry, "ImagePositionPatient"):
             delattr(file, name)
@@ -105,6 +106,8 @@ def write_frames(path: Path, kind: str) -> Path:
             file.SliceThickness = 3
     frames = parts if kind == "enhanced" else ordered
     file.NumberOfFrames, file.PixelData = len(parts), b"".join(part.PixelData for part in frames)
+    for name, value in changes.items():
+        setattr(file, name, value)
     file.save_as(path, enforce_file_format=True)
     return path
 
@@ -345,6 +348,22 @@ def test_a_dicom_file_of_several_frames_is_the_volume_of_its_slices(tmp_path: Pa
     assert heat.shape == explanation.input_size == SIZE
     assert np.allclose(heat.affine, of_series.affine, atol=1e-4)
     assert np.allclose(heat.get_fdata(), explanation.values[0, 0])
+
+
+def test_frames_of_a_dose_a_palette_and_a_video_of_one_place_are_read_as_such_or_refused(tmp_path: Path) -> None:
+    ct = read_volume(write_frames(tmp_path / "ct.dcm", "offsets"))
+    dose = read_volume(
+        write_frames(tmp_path / "dose.dcm", "offsets", DoseGridScaling=0.5, GridFrameOffsetVector=[*range(9, 24, 3)])
+    )
+    assert torch.allclose(dose.values, ct.values * 0.5)
+    assert np.allclose(dose.affine, ct.affine)
+    with pytest.raises(ImageError, match="indices of a palette; convert its frames to PNG"):
+        read_volume(write_frames(tmp_path / "palette.dcm", "offsets", PhotometricInterpretation="PALETTE COLOR"))
+    place = pydicom.dcmread(write_frames(tmp_path / "place.dcm", "enhanced")).PerFrameFunctionalGroupsSequence
+    video = read_volume(
+        write_frames(tmp_path / "video.dcm", "enhanced", PerFrameFunctionalGroupsSequence=[place[0]] * len(place))
+    )
+    assert video.values.shape == ct.values.shape
 
 
 def test_a_video_of_dicom_has_its_colours_as_channels() -> None:

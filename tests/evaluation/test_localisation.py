@@ -162,7 +162,7 @@ def test_a_mask_has_one_value_inside_and_others_are_not_guessed(maps: Tensor, ma
     for inside in (masks.float(), masks.byte() * 255, masks.long() * 7):
         assert torch.equal(values("iou", maps, inside), values("iou", maps, masks))
     labels, soft = masks.long() * torch.tensor([1, 2, 3]).view(3, 1, 1), masks * 0.8 + 0.1
-    for mask, span in ((labels, "0 to 3"), (soft, "0.1 to 0.9")):
+    for mask, span in ((labels, "0 to 3"), (labels.to(torch.uint16), "0 to 3"), (soft, "0.1 to 0.9")):
         with pytest.raises(MethodError, match=rf"values from {span}; expected 0 and one other: .* probabilities > 0.5"):
             values("iou", maps, mask)
 
