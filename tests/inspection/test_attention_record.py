@@ -53,7 +53,7 @@ TIMM = {
 
 
 @pytest.mark.parametrize("name", TIMM)
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fused", "unfused"])
 def test_attention_of_timm_equals_that_of_its_unfused_form(name: str, fused: bool) -> None:
     torch.manual_seed(0)
     model = pytest.importorskip("timm").create_model(name, **{"depth": 3, "num_classes": 7, **TIMM[name]}).eval()

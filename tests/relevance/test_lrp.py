@@ -81,10 +81,24 @@ def correlation(a: Tensor, b: Tensor) -> float:
 # --- other libraries
 
 
-@pytest.mark.parametrize("network", [vgg16_bn, resnet50])
+OF_ZENNIT = (
+    "epsilon_plus",
+    "epsilon_plus_flat",
+    "epsilon_alpha2_beta1",
+    "epsilon_alpha2_beta1_flat",
+    "epsilon_gamma_box",
+)
+
+
 @pytest.mark.parametrize(
-    "composite",
-    ["epsilon_plus", "epsilon_plus_flat", "epsilon_alpha2_beta1", "epsilon_alpha2_beta1_flat", "epsilon_gamma_box"],
+    ("composite", "network"),
+    [
+        pytest.param(
+            name, network, marks=() if network is vgg16_bn or name == "epsilon_plus_flat" else pytest.mark.slow
+        )
+        for network in (vgg16_bn, resnet50)
+        for name in OF_ZENNIT
+    ],
 )
 def test_composites_are_those_of_zennit_with_its_canonisers(composite: str, network: Callable[[], nn.Module]) -> None:
     zennit = pytest.importorskip("zennit.composites")

@@ -30,6 +30,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "occlusion": {"window": 8, "stride": 8},
 }
 REFUSED = {name for name, cls in METHODS.items() if cls.needs.attention} | {"extremal_perturbation", "xrai"}
+SLOW = {"d_rise", "lime"}
 # Within two standard errors on six volumes: benchmarks/results/testbed_volumes.md has more volumes and passes.
 UNCLEAR = {
     *("eigen_cam", "vanilla_gradient", "deconvnet", "smooth_grad", "smooth_grad_squared", "var_grad", "deep_shap"),
@@ -83,7 +84,13 @@ def margins(method: str) -> torch.Tensor:
     return testbed.object_margins(method, "shapes_volume", 6, **QUICK.get(method, {}))
 
 
-@pytest.mark.parametrize("method", of_each_family(METHODS.keys() - REFUSED - UNCLEAR))
+@pytest.mark.parametrize(
+    "method",
+    [
+        *of_each_family(METHODS.keys() - REFUSED - UNCLEAR - SLOW),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(SLOW)),
+    ],
+)
 def test_the_map_of_a_class_lies_on_its_object_rather_than_on_the_other(method: str) -> None:
     found = margins(method)
     assert found.mean() > 2 * testbed.standard_error(found)
