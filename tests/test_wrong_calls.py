@@ -155,6 +155,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a device of a run that is none": (lambda: API.explore(MODEL, device=5), 'no device "5"'),
     "a number as a list of targets": (lambda: API.batch(PHOTO, "out", MODEL, targets=5), "targets=5: expected a path"),
+    "moments of a text": (lambda: API.inspection.moments("x"), "moments are of a tensor, got 'x'"),
     "a file as boxes": (lambda: API.evaluate(PHOTO, "out", boxes="b.json"), "boxes='b.json': expected the boxes by f"),
     "no metric": (lambda: API.compare([METHOD], X, 0, None), 'no metric "None"'),
     "a seed that is none": (

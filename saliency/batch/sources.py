@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..errors import ImageError, errors_as, plural, warn
+from ..errors import ImageError, plural, warn
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
 from ..validation import check_path
 from .failures import BatchError, sentence
@@ -80,8 +80,10 @@ def find_images(
     expected = "expected paths of images; `attribute` and `compare` take images in memory"
     if isinstance(sources, Mapping):
         entries_by_key, sources = {entry.key: entry for entry in _cases(sources, recursive, others)}, ()
-    with errors_as(BatchError, f"{type(sources).__name__} is not a path or a list of paths: {expected}"):
+    try:
         paths = [os.fsdecode(source) for source in ([sources] if isinstance(sources, str | os.PathLike) else sources)]
+    except TypeError as error:
+        raise BatchError(f"{type(sources).__name__} is not a path or a list of paths: {expected}") from error
     for source in paths:
         is_list = Path(source).suffix.lower() in LISTS
         for number, entry in enumerate(_images_of_source(source, recursive, others)):

@@ -538,13 +538,14 @@ class OperationRecord(graph.MemoryMode[_MemoryRecord]):
         if not argument.requires_grad or id(argument) in self._chunks:
             return False
         memory = self.known_memory(argument)
-        return (memory is not None and memory.depends) or (argument.grad_fn is not None and self._is_custom(argument))
+        is_known = memory is not None and memory.depends
+        return is_known or (is_custom_function(argument.grad_fn) and self._follows_image(argument))
 
-    def _is_custom(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the result of a custom function of the image, whose operations have no nodes."""
+    def _follows_image(self, tensor: Tensor) -> bool:
+        """Return whether the result of a custom function, whose operations have no nodes, depends on the image."""
         # Do not read the gradient edge: for a function in Python, PyTorch would create a node for it, and shift the
         # numbers.
-        nodes: list[Any] = [tensor.grad_fn] if is_custom_function(tensor.grad_fn) else []
+        nodes: list[Any] = [tensor.grad_fn]
         for node in nodes:
             if self.operation(node):
                 self.memory(tensor).depends = True

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import NotApplicableError
+from ..errors import MethodError, NotApplicableError
 from ..hooks.autograd_graph import is_wrapped
 from ..io.inputs import axes_in_memory_order
+from ..validation import described
 
 # Small enough to stay in the processor's cache while it is read several times.
 _CHUNK = 1 << 17
@@ -87,8 +88,11 @@ def moments(tensor: Tensor) -> Moments:
         tensor: A tensor of any shape, dtype and device. It is not changed.
 
     Raises:
+        MethodError: This is no tensor.
         NotApplicableError: The tensor is nested or quantised, or belongs to a transformation of `torch.func`.
     """
+    if not isinstance(tensor, Tensor):
+        raise MethodError(f"moments are of a tensor, got {described(tensor)}")
     return TensorStatistics(tensor).moments
 
 
