@@ -47,9 +47,8 @@ def answer_keywords(value: _R) -> _R:
     In a class, these are its constructor and `attribute`. Functions that take any keyword, and decorated functions, are
     returned unchanged: they report unknown keywords themselves.
     """
-    public: Any = value
     if not isinstance(value, type):
-        return cast("_R", _answering(public, getattr(value, "__name__", "")))
+        return cast("_R", _answering(value, getattr(value, "__name__", "")))
     for name, title in (("__init__", value.__name__), ("attribute", "attribute")):
         if name in vars(value):
             setattr(value, name, _answering(vars(value)[name], title))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import cache, partial, reduce
-from itertools import filterfalse, repeat, starmap
+from itertools import filterfalse, starmap
 from operator import attrgetter, itemgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, cast, overload
@@ -360,10 +360,9 @@ class Attribution(HasOptions, ABC):
         if isinstance(batch, Answer) and len(batch.inputs) > 1:
             return explain_by_image(batch, targets, self.explain_batch)
         images = self.images(batch.inputs, batch.frames)
-        asked = list[Questions]()
-        for target in targets:
-            asked.append(Questions(self.explained_target(target_of(target, images)), images))
-        return list(map(self.explanation, self.explain_targets(batch.inputs, asked), asked, repeat(batch)))
+        asked = [Questions(self.explained_target(target_of(target, images)), images) for target in targets]
+        results = self.explain_targets(batch.inputs, asked)
+        return [self.explanation(result, questions, batch) for result, questions in zip(results, asked, strict=True)]
 
     def of_input(self, name: Key) -> Self:
         """Return the method with its options for one of several inputs."""

@@ -151,7 +151,7 @@ def explain_inputs(
     parts = {
         part: batch.parts(tensor) for part, tensor in whole.tensors().items() if tensor.shape == whole.values.shape
     }
-    if whole.ledger is not None:  # begins with all inputs together
+    if whole.ledger is not None:  # its first entry is of all inputs together
         of_inputs = torch.stack([tensor.flatten(1).sum(1).to(whole.ledger) for tensor in parts["values"].values()], 1)
         ledger_names = (*map(str, inputs.joined), *whole.ledger_names[1:])
         ledger = torch.cat([of_inputs, whole.ledger[:, 1:]], 1)

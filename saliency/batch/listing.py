@@ -80,7 +80,7 @@ class ImageEntry(NamedTuple):
 
     @property
     def is_volume(self) -> bool:
-        """Whether this is a NIfTI file, a DICOM series or a DICOM file of several frames."""
+        """Whether this is a NIfTI file, a DICOM series, or a DICOM file with several frames."""
         if not is_volume(self.label, (".dcm",)):
             return is_volume(self.label)
         from ..io.dicom import holds_frames  # imports NumPy and Pillow, which usage errors do not need

@@ -75,7 +75,7 @@ class ImageChange:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the map moved more than 95 % of the maps move by chance."""
+        """Whether the map moved further than 95 % of the maps do by chance."""
         return self.p is not None and self.p <= LEVEL
 
 

@@ -35,7 +35,7 @@ from ..batch.run import execute
 from ..batch.sources import Found, find_images, require_images
 from ..batch.store import Store, file_names
 from ..errors import SaliencyError, plural, visible
-from ..evaluation.metrics.base import resolve_metrics
+from ..evaluation.metrics.base import METRICS
 from ..io.atomic_write import inside
 from ..methods import METHODS
 from ..model.call import name_subjects
@@ -66,7 +66,7 @@ FACTS = (
 )
 """The columns that `explain --json` prints; paths are relative to the output folder."""
 
-METRICS = ("deletion", "insertion")
+DEFAULT_METRICS = ("deletion", "insertion")
 """The metrics by default of `evaluate`."""
 
 
@@ -325,8 +325,8 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
 def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
     values = run_arguments(evaluate_folder, arguments)
-    names = ",".join(arguments.metrics or METRICS).split(",")
-    classes = [type(metric) for metric in resolve_metrics(list(dict.fromkeys(names)))]
+    names = ",".join(arguments.metrics or DEFAULT_METRICS).split(",")
+    classes = [METRICS.find(name) for name in dict.fromkeys(names)]
     of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
     values["options"], settings = split_settings(arguments.options, values["methods"], "metric", of_metrics)
     values["metrics"] = [

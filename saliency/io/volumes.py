@@ -203,7 +203,7 @@ def _read_dicom(path: Path) -> Volume:
         raise ImageError(f"{str(path)!r}: {problem} (a slice may be missing); convert it to NIfTI")
     if first.get("PhotometricInterpretation") == "PALETTE COLOR":
         raise ImageError(f"{str(path)!r} holds indices of a palette; convert its frames to PNG")
-    # Doses have a scaling of their own.
+    # The unit of a dose is stored in a separate attribute.
     scaling = float(first.get("DoseGridScaling") or 1)
     planes = [np.float32(pixels.apply_rescale(plane, part) * scaling).T for part, plane in slices]
     values = torch.from_numpy(np.stack(planes, -1))  # (I, J, K), or (C, I, J, K) of colours
@@ -223,9 +223,10 @@ def _read_frames(dicom: Any, file: Any, planes: NDArray[Any]) -> list[tuple[Any,
     spacing = float(file.get("SpacingBetweenSlices") or file.get("SliceThickness") or 1)
     offsets = np.array(file.get("GridFrameOffsetVector") or np.arange(len(planes)) * spacing, float)
     origin, parts = file.get("ImagePositionPatient") or (0, 0, 0), []
+    left_out = ("PixelData", "ImagePositionPatient")
+    of_file = {item.tag: item for item in file if item.VR != "SQ" and item.keyword not in left_out}
     for number in range(len(planes)):
-        left_out = ("PixelData", "ImagePositionPatient")
-        part = dicom.Dataset({part.tag: part for part in file if part.VR != "SQ" and part.keyword not in left_out})
+        part = dicom.Dataset(of_file.copy())
         groups = [*(shared[0] if shared else ()), *(by_frame[number] if by_frame else ())]
         public = [group.value for group in groups if group.VR == "SQ" and not group.tag.is_private]
         part.update({element.tag: element for items in public for item in items for element in item})

@@ -139,9 +139,7 @@ class Propagation:
         """Return G at the operands of a node."""
         operation = visit.operation
         kind = kind_of(operation.op) if operation else ""
-        is_special = operation is not None and (operation.is_part or operation.name in ("maximum", "minimum"))
-        may_misfit = is_special or visit.walk.graph.is_complex
-        if operation is None or not kind or (may_misfit and not _fits(visit, operation)):
+        if operation is None or not kind or not _fits(visit, operation):
             return without_rule(visit, self.unknown)
         if visit.node in self._alone or visit.node is visit.walk.graph.nodes[0]:
             self._follow_score(visit, operation)
@@ -753,7 +751,7 @@ def refuses_complex(visit: Visit, operation: Operation) -> bool:
 def _fits(visit: Visit, operation: Operation) -> bool:
     """Return whether the rule of an operation fits its operands."""
     name, on_path = operation.name, visit.on_path
-    if refuses_complex(visit, operation):
+    if visit.walk.graph.is_complex and refuses_complex(visit, operation):
         return False
     if name in ("maximum", "minimum"):
         return all(on_path)
