@@ -539,8 +539,10 @@ class OperationRecord(graph.MemoryMode[_MemoryRecord]):
         if not argument.requires_grad or id(argument) in self._chunks:
             return False
         memory = self.known_memory(argument)
-        is_known = memory is not None and memory.depends
-        return is_known or (is_custom_function(argument.grad_fn) and self._follows_image(argument))
+        if memory is not None and memory.depends:
+            return True
+        node = argument.grad_fn
+        return node is not None and is_custom_function(node) and self._follows_image(argument)
 
     def _follows_image(self, tensor: Tensor) -> bool:
         """Return whether the result of a custom function, whose operations have no nodes, depends on the image."""
