@@ -339,7 +339,8 @@ class Attribution(HasOptions, ABC):
         Raises:
             MethodError: `forward_args` is invalid, or an option has values for another number of images.
         """
-        _require_values(self, len(batch.inputs))
+        if self.per_image:
+            _require_values(self, len(batch.inputs))
         flat, layer, logits = list[Any](), None, None
         for target in targets:
             flat += target if isinstance(target, list | tuple) else [target]
@@ -636,7 +637,7 @@ def read_one_forward(
         with torch.autocast(x.device.type, enabled=False):
             for method, need in zip(methods, method_needs, strict=True):
                 row.append(method.explain_gradients(grads, need.layers))
-        grads.forget()
+        grads.computed.clear()  # otherwise a reference cycle keeps the graph in memory for a while
         results.append(row)
     return results
 

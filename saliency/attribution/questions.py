@@ -34,7 +34,7 @@ from ..model.layers import CHANNELS_FIRST, find, trace_layers
 from ..targets.boxes import BoxTarget
 from ..targets.classes import ClassTarget, Contrast, Probability, TargetLike, as_target
 from ..targets.language import parse_target
-from ..targets.question import Categories, Images, Prompt, Question, QuestionBatch, Score, Target, one_score_each
+from ..targets.question import Categories, Images, Prompt, Question, Score, Target, one_score_each
 from ..targets.similarity import Similarity
 from ..targets.words import words
 from ..validation import described
@@ -163,12 +163,18 @@ class Questions:
     Args:
         target: The target.
         images: The images.
+
+    Attributes:
+        asked: The question about each image, after the first output.
+        score: The function from an output to the scores (N,) of these questions.
     """
+
+    score: Score
 
     def __init__(self, target: TargetLike, images: Images) -> None:
         self.images = images
         self.target = (target if isinstance(target, Target) else target_of(target, images)).prepared(images)
-        self.asked = QuestionBatch([], self)  # asked of the first output
+        self.asked: list[Question] = []
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
@@ -182,8 +188,8 @@ class Questions:
         if not self.asked:
             if call.logits is not None and not self.target.reads_logits:
                 _require_plain(output, call.logits)
-            self.asked = self.target.ask(output, self.images)
-        scores = one_score_each(self.asked.score(output), len(self.asked))
+            self.asked, self.score = self.target.ask(output, self.images)
+        scores = one_score_each(self.score(output), len(self.asked))
         check_later(_require_finite, scores)
         return scores
 
@@ -222,7 +228,7 @@ class Questions:
         if isinstance(score, FunctionScore):
             score = partial(score, count=count)
         other = copy.copy(self)
-        other.asked = QuestionBatch([question] * count, score)
+        other.asked, other.score = [question] * count, score
         return other
 
     def serial_reason(self, image: int, model: nn.Module, x: Tensor) -> str:

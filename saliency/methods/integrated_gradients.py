@@ -19,7 +19,7 @@ from ..errors import optional_import, warn
 from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, require_two_axes, spatial
 from ..targets.classes import ClassTarget, FunctionTarget, Probability
-from ..targets.question import Images, QuestionBatch, Target
+from ..targets.question import Asked, Images, Target
 from ..targets.similarity import Similarity, TextSimilarity
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
@@ -172,7 +172,7 @@ class IDGI(TimedAttribution):
 class _ProbabilityIfAny(Probability):
     """Probability of a class, or the score itself if the model returns one number per image."""
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the probability, if there is one."""
         has_probability = self.target.find(output, images).link is not None
         return super().ask(output, images) if has_probability else self.target.ask(output, images)

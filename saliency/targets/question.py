@@ -133,6 +133,13 @@ class Images:
         return "sigmoid" if self.class_count(1) == 2 else None
 
 
+Asked = tuple[list["Question"], Score]
+"""The questions about images of a batch, and the function from the output of the batch to the scores (N,).
+
+For a question about one image, only its row of the scores has a meaning.
+"""
+
+
 class Target(ABC):
     """What to explain: a class, a box, a region, words. It derives a question for each image from the output."""
 
@@ -151,7 +158,7 @@ class Target(ABC):
         return self
 
     @abstractmethod
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return a question for each of `images.numbers`, with the top class and the like fixed by this output.
 
         Raises:
@@ -199,22 +206,9 @@ class Question(Target):
     part: Hashable = None
     reads_logits: bool = False
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the question unchanged, for each image."""
-        return QuestionBatch([self] * len(images.numbers), self.score)
-
-
-class QuestionBatch(list[Question]):
-    """Questions about images of a batch, and the function from the output of the batch to their scores.
-
-    Attributes:
-        score: The function from the output of the whole batch to the scores (N,). For a question about one image, only
-            its row has a meaning.
-    """
-
-    def __init__(self, questions: Sequence[Question], score: Score) -> None:
-        super().__init__(questions)
-        self.score = score
+        return [self] * len(images.numbers), self.score
 
 
 def one_score_each(scores: Any, images: int) -> Tensor:
