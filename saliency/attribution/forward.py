@@ -281,7 +281,7 @@ class TargetGradients:
         for call in self.attention:
             ends[call.node] = GradientEdge(call.node, 0)
         gradients: dict[Any, Any] = dict(zip(ends, self._gradients([*ends.values()]), strict=True))
-        if all(gradient is None for gradient in gradients.values()):
+        if not any(map(torch.is_tensor, gradients.values())):
             raise LayerError(no_gradient_message(*self.forward.layers))
         for end, output in layers.items():
             if gradients.get(end) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from ..model.call import (
     cached,
     check_later,
     current_call,
-    last_operation,
     leaf,
     run_model,
     run_without_arguments,
@@ -68,7 +67,8 @@ class CallImages(Images):
     ) -> None:
         call = current_call()
         super().__init__(len(x), categories, call.batch.answer_text if isinstance(call.batch, Answer) else None)
-        self._model, self._x, self._frames, self._read, self._logits = model, x, frames, read, call.logits
+        self._model, self._x, self._frames, self._read = model, x, frames, read
+        self.logits = {} if call.logits is None else call.logits
         self._rows: list[OutputRows] = []
 
     @property
@@ -101,10 +101,6 @@ class CallImages(Images):
         """Return whether the scores end in a sigmoid or softmax."""
         is_traced = scores.requires_grad
         return ends_in_probability(scores) if is_traced else _ends_in_probability(self._model, self._x, scores)
-
-    def last_operation(self, scores: Tensor) -> str:
-        """Return "sigmoid" or "softmax" for scores that are the values before it; else an empty text."""
-        return "" if self._logits is None else last_operation(scores, self._logits)
 
     def channel_axis(self, layer: Any) -> tuple[str, int | None]:
         """Return the name of a layer, and the axis of channels in its output, or None if it cannot be determined."""
@@ -184,10 +180,9 @@ class Questions:
         Raises:
             TargetError: The target does not fit the output.
         """
-        call = current_call()
         if not self.asked:
-            if call.logits is not None and not self.target.reads_logits:
-                _require_plain(output, call.logits)
+            if self.images.logits and not self.target.reads_logits:
+                _require_plain(output, self.images)
             self.asked, self.score = self.target.ask(output, self.images)
         scores = one_score_each(self.score(output), len(self.asked))
         check_later(_require_finite, scores)
@@ -251,9 +246,9 @@ class Questions:
         return reason
 
 
-def _require_plain(output: Any, logits: MutableMapping[Tensor, str]) -> None:
+def _require_plain(output: Any, images: Images) -> None:
     """Raise TargetError if an output holds the values before a sigmoid or softmax, for other targets of the call."""
-    if any(last_operation(tensor, logits) for tensor in tree_tensors(output)):
+    if any(map(images.last_operation, tree_tensors(output))):
         problem = "regions and joints read the values before the last sigmoid or softmax of this model"
         raise TargetError(f"{problem}; explain them in another call than other targets")
 

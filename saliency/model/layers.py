@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
@@ -21,7 +21,7 @@ from ..hooks.pytree import first_tensor, tree_tensors
 from ..io.axes import as_text
 from ..targets.classes import output_tensor
 from ..validation import described
-from .call import Reading, bind_image, bound, cached, current_call, leaf, modules_of, run_model
+from .call import Reading, bind_image, bound, cached, current_call, leaf, run_model
 from .inputs import InputBatch
 from .positions import Grid, PositionTrace, grid_of, is_misplaced
 
@@ -204,7 +204,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
     # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
-    scan: LayerScan = cached(model, _key("scan", model, x), partial(_scan, model, x), lambda scan: scan.has_gradient)
+    scan: LayerScan = cached(model, ("scan", x.shape[1:]), partial(_scan, model, x), lambda scan: scan.has_gradient)
     if scan.default is not None or target is None or not (scan.has_gradient and scan.candidates):
         return scan
     last = _last_with_gradient(model, x, scan.candidates, target)
@@ -284,7 +284,7 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     part = getattr(getattr(target, "target", None), "part", None)
     if target is None or part is None:
         return ()
-    return cached(model, (_key("head", model, x), part), partial(_find_head_inputs, model, x, target))
+    return cached(model, ("head", x.shape[1:], part), partial(_find_head_inputs, model, x, target))
 
 
 _GRAPH_ONLY = partial(saved_tensors_hooks, lambda tensor: None, lambda packed: packed)
@@ -330,12 +330,7 @@ def _find_head_inputs(model: nn.Module, x: Tensor, target: _Score) -> _Layers:
 
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
     """Trace the positions of the layers and of the attention in one forward of noise, cached as in `scan_layers`."""
-    return cached(model, _key("trace", model, x), partial(_trace, model, x))
-
-
-def _key(name: str, model: nn.Module, x: Tensor) -> Hashable:
-    """Return the key of a cached result: the shape of an image, and the ids of all modules, of which one may change."""
-    return name, tuple(x.shape[1:]), tuple(map(id, modules_of(model)))
+    return cached(model, ("trace", x.shape[1:]), partial(_trace, model, x))
 
 
 def _noise(*shape: int) -> Tensor:
