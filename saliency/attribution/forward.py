@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention
-from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
+from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between, reached_nodes
 from ..hooks.manager import GradientRule, HookManager
 from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.pytree import tree_tensors
@@ -316,11 +316,8 @@ class TargetGradients:
     @cached_property
     def embeddings_hold_image(self) -> bool:
         """Whether every path from the scores to the image passes the embeddings; in Qwen3-VL, some avoid them."""
-        passages, reached = {graph.source_edge(tokens)[0] for tokens in self.forward.embeddings}, {self.nodes[0]}
-        for node in self.nodes:
-            if node in reached and node not in passages:
-                reached.update(after for after, _ in graph.next_functions(node) if after is not None)
-        return get_gradient_edge(self.forward.x).node not in reached
+        passages = {graph.source_edge(tokens)[0] for tokens in self.forward.embeddings}
+        return get_gradient_edge(self.forward.x).node not in reached_nodes(self.nodes[:1], passages.__contains__)
 
     def _backward_to_input(self) -> Tensor:
         if self.forward.needs.gradients != "input":

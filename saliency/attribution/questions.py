@@ -181,8 +181,10 @@ class Questions:
             TargetError: The target does not fit the output.
         """
         if not self.asked:
-            if self.images.logits and not self.target.reads_logits:
-                _require_plain(output, self.images)
+            is_other = bool(self.images.logits) and not self.target.reads_logits
+            if is_other and any(map(self.images.last_operation, tree_tensors(output))):
+                problem = "regions and joints read the values before the last sigmoid or softmax of this model"
+                raise TargetError(f"{problem}; explain them in another call than other targets")
             self.asked, self.score = self.target.ask(output, self.images)
         scores = one_score_each(self.score(output), len(self.asked))
         check_later(_require_finite, scores)
@@ -244,13 +246,6 @@ class Questions:
         if reason == _COUPLED and len(self) > 1:
             warn_of_coupled_images()
         return reason
-
-
-def _require_plain(output: Any, images: Images) -> None:
-    """Raise TargetError if an output holds the values before a sigmoid or softmax, for other targets of the call."""
-    if any(map(images.last_operation, tree_tensors(output))):
-        problem = "regions and joints read the values before the last sigmoid or softmax of this model"
-        raise TargetError(f"{problem}; explain them in another call than other targets")
 
 
 def explained_answer() -> Answer | None:

@@ -77,7 +77,7 @@ class TextSimilarity(_EmbeddingTarget):
         number = len(self.against)
         others = " or ".join(map(_name, self.against)) if number <= _MOST_NAMED else f"{number} other texts"
         name = _name(self.prompt) + (f" rather than {others}" if others else "")
-        score = EmbeddingScore(_log_odds if self.against else _cosines, cast("Tensor", self.embeddings))
+        score = EmbeddingScore(_text_scores, cast("Tensor", self.embeddings))
         asked, _ = score.ask(output, images, name, is_difference=bool(self.against))
         if self.against:
             probabilities = score(output).detach().float().sigmoid()  # among all texts
@@ -85,13 +85,10 @@ class TextSimilarity(_EmbeddingTarget):
         return asked, score
 
 
-def _cosines(embeddings: Tensor, others: Tensor) -> Tensor:
-    return F.linear(F.normalize(embeddings, dim=1), others)[:, 0]
-
-
-def _log_odds(embeddings: Tensor, others: Tensor) -> Tensor:
-    scores = F.linear(F.normalize(embeddings, dim=1), others)  # (N, K)
-    return scores[:, 0] - scores[:, 1:].logsumexp(1)
+def _text_scores(embeddings: Tensor, texts: Tensor) -> Tensor:
+    """Return the cosines (N,) of the embeddings and a text, or the log-odds of the first of several texts."""
+    scores = F.linear(F.normalize(embeddings, dim=1), texts)  # (N, K)
+    return scores[:, 0] if len(texts) == 1 else scores[:, 0] - scores[:, 1:].logsumexp(1)
 
 
 def _name(prompt: Prompt) -> str:
