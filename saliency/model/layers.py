@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
@@ -337,22 +337,6 @@ def _noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
 
-def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callable[[str, Tensor], None]) -> Any:
-    """Run the model, and call `callback(name, output)` after each call of some layers; return the model's output."""
-
-    def on_output(name: str, output: Any) -> None:
-        tensor = first_tensor(output)
-        if tensor is not None and not tensor.is_nested:  # as layers of nn.TransformerEncoder return for a padding mask
-            callback(name, tensor)
-
-    modules = dict(model.named_modules())
-    # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
-    with HookManager(exclusive=True) as hooks, torch.enable_grad(), _GRAPH_ONLY():
-        for name in names:
-            hooks.observe(modules[name], partial(on_output, name))
-        return run_model(model, leaf(x))
-
-
 def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
     # Extra arguments, such as an order of the patches, may differ between the images.
     x = _noise(1 if current_call().caches is None else len(like), *like.shape[1:]).to(like)
@@ -362,7 +346,10 @@ def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
     has_others = current_call().caches is not None
     counts, reading, rows = Counter[str](), dict[str, int](), dict[str, tuple[int, ...]]()
 
-    def store(name: str, output: Tensor) -> None:
+    def store(name: str, result: Any) -> None:
+        output = first_tensor(result)
+        if output is None or output.is_nested:  # as layers of nn.TransformerEncoder return for a padding mask
+            return
         positions = trace.positions(output)
         if has_others and positions is not None and output.dim() == x.dim() and bool(positions.isnan().all()):
             positions = None  # a part of a stack of images that holds another image
@@ -381,8 +368,11 @@ def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
         outputs[name] = shape, centres, _nodes(output)
         misplaced[name] = output.dim() == x.dim() and positions is not None and is_misplaced(positions, x.shape[2:])
 
-    with PositionTrace(x) as trace:
-        final = _observe(model, x, modules, store)
+    # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
+    with PositionTrace(x) as trace, HookManager(exclusive=True) as hooks, torch.enable_grad(), _GRAPH_ONLY():
+        for name, module in modules.items():
+            hooks.observe(module, partial(store, name))
+        final = run_model(model, leaf(x))
     # A model that reads the image as an array hides all relations.
     outputs = {name: output for name, output in outputs.items() if name not in unrelated} or outputs
     # The output of a convolution is channels first, and so is every output of the same shape.

@@ -143,6 +143,7 @@ class Probability(Target):
     """Probability of a class; see `probability`."""
 
     target: ClassTarget
+    or_score: bool = False  # instead of an error, the score itself if the class has no probability
 
     def prepared(self, images: Images) -> Probability:
         """Return the target with class indices instead of names."""
@@ -151,6 +152,8 @@ class Probability(Target):
     def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions. Raises TargetError if the class has no probability."""
         score = self.target.find(output, images)
+        if score.link is None and self.or_score:
+            return self.target.ask(output, images)
         if score.link is None:
             problem = "the model returns one number per image, whose probability is unknown"
             hint = "pass the names of both classes as categories= if it is the logit of the second"
