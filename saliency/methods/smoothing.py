@@ -68,7 +68,9 @@ class WrappingAttribution(MultiPassAttribution):
             values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories", "layout") if values[n] is None}
         values["whole"] = values["whole"] or wrapped.whole
         self._wrapped: Attribution = wrapped
-        values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
+        layer = getattr(wrapped, "layer", None)
+        inner_options = ({"layer": layer} if isinstance(layer, str) else {}) | dict(wrapped.settings)
+        values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": inner_options}
         super().set_options(values)
 
     def explained_target(self, target: Target) -> Target:
@@ -286,9 +288,3 @@ def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> T
 
 def _name_of(method: Attribution) -> str:
     return method.name or type(method).__name__
-
-
-def _options_of(method: Attribution) -> dict[str, Setting]:
-    """Return the options of a method, and its layer if the user named one."""
-    layer = getattr(method, "layer", None)
-    return ({"layer": layer} if isinstance(layer, str) else {}) | dict(method.settings)

@@ -109,7 +109,9 @@ class Region(Target):
             return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
         link = "identity" if _has_instances(output) else images.link(scores)
         competes = link == "softmax" or bool(((detached.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
-        if detached.shape[1] > 1 and competes and not _is_independent(output):
+        # The masks of SAM are independent: its prompts do not compete for pixels.
+        is_independent = isinstance(output, Mapping) and "pred_masks" in output and not _has_queries(output)
+        if detached.shape[1] > 1 and competes and not is_independent:
             return detached.argmax(1) == index
         limit = threshold(link)
         return channel <= limit if is_binary and not index else channel > limit
@@ -171,11 +173,6 @@ def _scores(output: Any, index: int) -> Tensor:
 def _has_instances(output: Any) -> bool:
     """Return whether an output is a list of instances for each image, as in torchvision's Mask R-CNN."""
     return isinstance(output, list) and bool(output) and all(isinstance(e, Mapping) and "masks" in e for e in output)
-
-
-def _is_independent(output: Any) -> bool:
-    """Return whether the channels are independent masks, as in SAM, whose prompts do not compete for pixels."""
-    return isinstance(output, Mapping) and "pred_masks" in output and not _has_queries(output)
 
 
 def _has_queries(output: Any) -> bool:
