@@ -126,13 +126,7 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
         """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
         estimate, make = self.estimate(), partial(noisy_copies, passes.x, self.noise, self.seed)
         stopping: Stopping = {"estimate": estimate, "least": self.least_passes}
-        results: Iterator[BatchAttribution]
-        if type(self._wrapped) is VanillaGradient:
-            chunks = passes.gradients(make, self.most_passes, **stopping)
-            results = (BatchAttribution(done.gradients, done.scores) for done in chunks)
-        else:
-            results = self.wrapped_results(passes, make, self.most_passes, **stopping)
-        for result in results:
+        for result in self.wrapped_results(passes, make, self.most_passes, **stopping):
             estimate.add(at_least_float32(result.values.detach()))
         mean = from_estimate(estimate, at_least_float32(passes.x[:0]), layer=result.layer)
         return mean._replace(coverage=result.coverage)
