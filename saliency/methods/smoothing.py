@@ -124,6 +124,8 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
+        if self.most_passes < self.least_passes:
+            raise MethodError(f"passes={self.passes} gives no variance; {self.name} takes at least {self.least_passes}")
         estimate, make = self.estimate(), partial(noisy_copies, passes.x, self.noise, self.seed)
         stopping: Stopping = {"estimate": estimate, "least": self.least_passes}
         for result in self.wrapped_results(passes, make, self.most_passes, **stopping):
@@ -256,12 +258,6 @@ class VarGrad(NoisyAttribution):
     sign = "positive"
     estimate = Variance
     least_passes = 2
-
-    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
-        """Return the variance over noisy copies."""
-        if self.most_passes < self.least_passes:
-            raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
-        return super().explain_image(passes, score)
 
 
 def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> Tensor:
