@@ -338,12 +338,12 @@ def _noise(*shape: int) -> Tensor:
 
 
 def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
+    has_others = current_call().caches is not None
     # Extra arguments, such as an order of the patches, may differ between the images.
-    x = _noise(1 if current_call().caches is None else len(like), *like.shape[1:]).to(like)
+    x = _noise(len(like) if has_others else 1, *like.shape[1:]).to(like)
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
     misplaced, unrelated = dict[str, bool](), set[str]()
-    has_others = current_call().caches is not None
     counts, reading, rows = Counter[str](), dict[str, int](), dict[str, tuple[int, ...]]()
 
     def store(name: str, result: Any) -> None:
@@ -377,14 +377,10 @@ def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
     outputs = {name: output for name, output in outputs.items() if name not in unrelated} or outputs
     # The output of a convolution is channels first, and so is every output of the same shape.
     channels_first = {shape for name, (shape, *_) in outputs.items() if isinstance(modules[name], CHANNELS_FIRST)}
-    layouts = {
-        name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
-        for name, (shape, positions, _) in outputs.items()
-    }
     layers = tuple(
-        SpatialLayer(name, outputs[name][0], replace(layout, rows=rows[name]))
-        for name, layout in layouts.items()
-        if layout
+        SpatialLayer(name, shape, replace(layout, rows=rows[name]))
+        for name, (shape, positions, _) in outputs.items()
+        if (layout := traced_layout(shape, x, positions, channels_first=shape in channels_first))
     )
     spatial = tuple(layer for layer in layers if not (layer.layout.kind == "NCHW" and misplaced[layer.name]))
     layers = _candidates(model, layers)
