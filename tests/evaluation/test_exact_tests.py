@@ -18,8 +18,8 @@ from saliency.attribution.questions import Questions
 from saliency.errors import MethodError, SaliencyWarning
 from saliency.evaluation.comparison import combined_p
 from saliency.evaluation.metrics import exact_tests
-from saliency.evaluation.metrics.base import SharedResults, Subject
-from saliency.evaluation.metrics.exact_tests import full_size, untrained, untrained_map
+from saliency.evaluation.metrics.base import SharedResults, Subject, full_size
+from saliency.evaluation.metrics.exact_tests import untrained, untrained_map
 from saliency.evaluation.metrics.method_metrics import randomise
 from saliency.metrics import ClassTest, WeightsTest, measure
 from saliency.testing import images, tiny_model

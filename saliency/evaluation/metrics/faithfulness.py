@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ...methods.baselines import Fill, Filler, FillOption, GivenImages
 from ...methods.gradient import VanillaGradient
 from ...methods.segments import ResolvedSegments, Segments, SegmentsLike, resolve_segments, segmented
 from ...model.answer import Answer
-from ...model.call import bound, run_model
+from ...model.call import bound, current_call, run_model
 from ...targets.classes import TargetLike, per_image
 from ...validation import check_choice, check_integer, check_number
 from .base import Metric, Outcome, SharedResults, Subject, stacked
@@ -72,14 +72,15 @@ class PerturbationMetric(Metric):
 
         def measure(batch: Batch, target: TargetLike) -> None:
             """Measure the next images. The model is prepared."""
-            x = batch.inputs
+            x, model = batch.inputs, reader.model
             asked = Questions(target, reader.images(x, batch.frames))
             with HookManager(), torch.no_grad():
-                for index, score in enumerate(asked(run_model(reader.model, x))):
-                    with Passes(
-                        reader.model, x[index : index + 1], asked, index, score, label="metrics", **passes
-                    ) as variants:
-                        image = PerturbedImage(variants, score, subject, len(measured), self.of_explained_score)
+                # The logits of a probability are those of the last forward.
+                is_new = len(x) < len(images) or current_call().logits is not None
+                scores = asked(run_model(model, x) if is_new else subject.output)
+                for index, row in enumerate(x.split(1)):
+                    with Passes(model, row, asked, index, scores[index], label="metrics", **passes) as variants:
+                        image = PerturbedImage(variants, scores[index], subject, len(measured), self.of_explained_score)
                         measured.append([image.measured(metric) for metric in sharing])
 
         inputs = subject.inputs_for(reader, images)
@@ -255,33 +256,26 @@ class PerturbedImage:
         ranks = self.segment_ranks(segments).to(self.x.device)
         return torch.stack([self._curve(row[segments.labels], range(segments.count + 1), fill) for row in ranks])
 
-    def without_segments(
-        self, key: Hashable, by: ResolvedSegments, chosen: Tensor, fill: Fill
-    ) -> tuple[Tensor, Tensor]:
-        """Return the contribution of sets of segments (M, k), and the drops in the score without them (k,).
+    def subsets(self, by: ResolvedSegments, size: int, passes: int, fill: Fill) -> tuple[Tensor, Tensor]:
+        """Return the contribution of random sets of segments (M, passes), and the drops in the score without them.
 
         Args:
-            key: A key that identifies the sets.
             by: The segments.
-            chosen: (k, segments) of bool, on the CPU.
+            size: The number of segments of each set.
+            passes: The number of sets.
             fill: The value of hidden pixels.
         """
         segments = self.segments(by)
-        is_single = bool((chosen.sum(1) == 1).all())
+        chosen = torch.zeros(passes, segments.count, dtype=torch.bool, device="cpu")
+        for number, row in enumerate(chosen):
+            row[torch.randperm(len(row), generator=generator(self.seed, size, number), device="cpu")[:size]] = True
 
         def hidden(start: int, stop: int) -> Tensor:
             return segments.hidden(~chosen[start:stop])[:, 0]
 
-        scores = self.masked_scores((key, id(segments)), len(chosen), fill, hidden, local=is_single)
-        return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, self.full - scores
-
-    def subsets(self, by: ResolvedSegments, size: int, passes: int, fill: Fill) -> tuple[Tensor, Tensor]:
-        """Return contributions and drops as `without_segments`, for random sets of `size` segments."""
-        count = self.segments(by).count
-        chosen = torch.zeros(passes, count, dtype=torch.bool, device="cpu")
-        for number, row in enumerate(chosen):
-            row[torch.randperm(count, generator=generator(self.seed, size, number), device="cpu")[:size]] = True
-        return self.without_segments(("subsets", size, passes), by, chosen, fill)
+        key = "subsets", size, passes, id(segments)
+        falls = self.full - self.masked_scores(key, passes, fill, hidden, local=size == 1)
+        return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, falls
 
     def shown_by_map(self) -> Tensor:
         """Return the scores of the image multiplied by each map, scaled to 0..1 (M,); a constant map is scaled to 1."""
@@ -382,6 +376,20 @@ class OrderedMetric(PerturbationMetric):
         return self.order == "lerf"
 
 
+class OrderDifference(PerturbationMetric):
+    """Base class of an `OrderedMetric` with the least relevant pixels first, minus the same with the most relevant."""
+
+    higher_is_better = True
+    ordered: ClassVar[type[OrderedMetric]]
+    """The metric, which has the options of this one."""
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the differences of one image."""
+        metrics = [self.ordered(order=order, **vars(self)) for order in ("lerf", "morf")]
+        least, most = (cast("Any", metric.measure_image(image)) for metric in metrics)
+        return Outcome(least.values - most.values, curves=least.curves - most.curves, at=least.at)
+
+
 class Deletion(OrderedMetric):
     """Area under the score while the most relevant pixels are deleted first; lower is better. Also: pixel flipping.
 
@@ -437,7 +445,7 @@ class Insertion(PerturbationMetric):
         return _areas(image.curves(counts, image.blurred, insert=True), self.until)
 
 
-class ABPC(PerturbationMetric):
+class ABPC(OrderDifference):
     """Area between the curves of deletion: least relevant first, minus most relevant first; higher is better.
 
     Args:
@@ -451,16 +459,10 @@ class ABPC(PerturbationMetric):
     """
 
     name = "abpc"
-    higher_is_better = True
+    ordered = Deletion
 
     steps: Option[int] = Option(224, check_integer)
     fill: FillOption = FillOption()
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the areas of one image."""
-        counts = _counts(self.steps, image.pixels)
-        least, most = (image.curves(counts, self.fill, lowest_first=lowest) for lowest in (True, False))
-        return _areas(least - most)
 
 
 class AOPC(PerturbationMetric):

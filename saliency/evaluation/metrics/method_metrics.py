@@ -55,6 +55,7 @@ class Maps(SharedResults):
     """
 
     def __init__(self, subject: Subject, control: str = "") -> None:
+        super().__init__()
         self.subject, self.control, self.calls = subject, control, 0
 
     @cached_property
@@ -126,20 +127,15 @@ def similarities(first: Tensor, others: Iterable[Tensor], kind: SimilarityKind =
         kind: "spearman" is the rank correlation, "absolute" the rank correlation of magnitudes, and "ssim" the
             structural similarity, for which maps of fewer than 11 cells are enlarged.
     """
-    comparable, columns = None, []
+    comparable, columns = _comparable(first, kind), []
     for other in others:
-        is_equal = (first == other).flatten(1).all(1).cpu()
-        if is_equal.all():
-            columns.append(torch.ones_like(is_equal, dtype=torch.float64))
-            continue
-        comparable = _comparable(first, kind) if comparable is None else comparable
         values = (ssim if kind == "ssim" else correlation)(comparable, _comparable(other, kind))
-        columns.append(torch.where(is_equal, 1.0, values.cpu()))
+        columns.append(torch.where((first == other).flatten(1).all(1), 1.0, values).cpu())
     return torch.stack(columns, 1)
 
 
 def _comparable(values: Tensor, kind: SimilarityKind) -> Tensor:
-    """Return the maps (N, 1, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
+    """Return the maps (N, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
     maps = values.sum(1).double()
     if kind == "ssim":
         return resized(maps, (max(WINDOW, maps.shape[1]), max(WINDOW, maps.shape[2])))
@@ -176,16 +172,11 @@ class MPRT(MethodMetric):
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the drops of the images."""
-        randomised = self.randomised_similarities(maps)  # (draws, N, layers)
+        randomised = torch.stack([self._one_draw(maps, draw) for draw in range(self.draws)])  # (draws, N, layers)
         same = similarities(maps.original, [maps.again()], self.compare)  # (N, 1)
         falls = same - randomised.mean(2).T
         error = standard_error(falls) if self.draws > 1 else None
         return Outcome(falls.mean(1), error, curves=torch.cat([same, randomised.mean(0)], 1))
-
-    def randomised_similarities(self, maps: Maps) -> Tensor:
-        """Return the similarities of the maps to the maps of randomised models: (draws, N, layers)."""
-        keys = [(self.order, self.compare, self.layers, draw) for draw in range(self.draws)]
-        return torch.stack([maps.once(key, self._one_draw, maps, key[-1]) for key in keys])
 
     def _one_draw(self, maps: Maps, draw: int) -> Tensor:
         """Return the similarities for one draw of the weights: (N, layers)."""
@@ -258,7 +249,7 @@ class RandomLogit(MethodMetric):
         if self.of == "box" or None in classes:
             problem = "has no other box in the image" if self.of == "box" else "is not a class with others to compare"
             raise TargetError(f'the explained target, "{names[[*map(bool, others)].index(False)]}", {problem}')
-        scores = class_scores(subject.once("output", subject.output_for, images[:1]))
+        scores = class_scores(subject.output)
         count = Images(categories=subject.method.categories).class_count(scores.shape[1])
         if count < 2:
             raise TargetError("the model returns one number per image, so there are no other classes")
@@ -453,7 +444,7 @@ class RelativeStability(RobustnessMetric):
 
     def _model_change(self, subject: Subject, images: Tensor) -> Tensor:
         """Return the change in the model; NaN if the predicted class changes."""
-        before, after = (class_scores(subject.output_for(batch)) for batch in (subject.images, images))
+        before, after = map(class_scores, (subject.output, subject.output_for(images)))
         is_same = before.argmax(1) == after.argmax(1)
         return torch.where(is_same, self.model_change(subject, images, after - before).clamp(min=SMALLEST), torch.nan)
 
