@@ -51,7 +51,7 @@ from .metrics.exact_tests import (
     slack,
     untrained_map,
 )
-from .metrics.faithfulness import Infidelity, correlation, row_ranks
+from .metrics.faithfulness import Infidelity
 from .metrics.map_metrics import RankCorrelation
 from .metrics.method_metrics import AvgSensitivity
 
@@ -351,9 +351,8 @@ def _changed(subject: Subject, measured: dict[str, Measurement]) -> list[Propert
     """Return how far the map changes with the weights, and under noise."""
     if "weights" not in measured:
         return []
-    maps = [full_size(subject.explanation), *(untrained_map(subject, draw) for draw in range(DRAWS))]
-    ranks = row_ranks(torch.cat(maps).flatten(1))
-    drops = 1 - correlation(ranks[:1], ranks[1:])
+    maps = torch.stack([untrained_map(subject, draw) for draw in range(DRAWS)])
+    drops = 1 - RankCorrelation().compare(maps, full_size(subject.explanation))
     drop, error = float(drops.mean()), float(drops.std()) / math.sqrt(DRAWS)
     verdict = f"the rank correlation with the maps of {DRAWS} untrained networks is {number(1 - drop)}"
     (noise,) = measurements([AvgSensitivity(passes=DRAWS)], subject.of(subject.explanation))

@@ -121,6 +121,21 @@ def test_mosaics_have_the_size_and_precision_of_the_image(size: int, dtype: torc
     assert result.values == pytest.approx(1)
 
 
+def test_the_image_the_mosaic_and_each_map_run_no_more_than_once() -> None:
+    model, rows = ColourClasses(), list[int]()
+    model.register_forward_pre_hook(lambda model, args: rows.append(len(args[0])))  # the permuted copies have it too
+    method, x = InputXGradient(model), coloured(0)
+    explanation = method.attribute(x, 0)
+    others, maps, steps = 3, 1 + 4, 4
+    expected = {"class": others + 1, "weights": 2 + maps * steps + 4}  # 2: the image, and the image blurred
+    context: dict[str, Any] = {"method": method, "inputs": x, "others": coloured(1, 2, 3)}
+    WeightsTest(draws=1).measure(explanation, **context)  # checks the model, once
+    for test in (ClassTest(), WeightsTest(draws=4)):
+        rows.clear()
+        test.measure(explanation, **context)
+        assert sum(rows) == expected[test.name]
+
+
 def test_photos_of_the_package_take_the_place_of_others_for_the_classes_of_imagenet() -> None:
     model = saliency.load("efficientnet_lite0")
     method = saliency.GradCAM(model)

@@ -68,6 +68,7 @@ def test_maps_that_ignore_the_model_are_tied_in_both_tests(cls: type[Attribution
     assert [row.p for row in card.tests] == [1, 1]
     assert all(row.verdict.startswith(UNCLEAR) for row in card.tests)
     assert len(card["weights"].strip) == 1 + (19 if cls is Constant else 3)  # no further map after three ties
+    assert card["mprt"].value == 0
 
 
 def test_more_draws_have_a_smaller_level(card: TrustCard) -> None:

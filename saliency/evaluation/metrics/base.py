@@ -245,9 +245,10 @@ class Subject(SharedResults):
 
     def of(self, explanation: Explanation, **changed: Any) -> Subject:
         """Return the subject of another explanation of the same images, without controls, and with other arguments."""
-        context = {"method": self._method, "model": self._model, "target": self._target, "others": self.other_images}
-        context |= {"score": self.score, "seed": self.seed, "shared": self.shared, "controls": False}
-        return Subject(explanation, **{**context, "inputs": self.inputs_for(self.reader, self.images), **changed})
+        images: Any = {"inputs": self.inputs_for(self.reader, self.images), "target": self._target}
+        network: Any = {"method": self._method, "model": self._model, "score": self.score, "others": self.other_images}
+        context = {"seed": self.seed, "shared": self.shared, "controls": False, **images, **network, **changed}
+        return Subject(explanation, **context)
 
     def single(self, index: int) -> Subject:
         """Return the subject of one image, without controls."""

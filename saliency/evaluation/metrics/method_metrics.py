@@ -44,13 +44,9 @@ METHOD_CONTROLS = ("constant", "random", "edges")
 class Maps(SharedResults):
     """Maps of any images, by the method or by a control, which ignores the model and the target.
 
-    Args:
-        subject: The explanation to measure.
-        control: One of `METHOD_CONTROLS`, or "" for the method.
-
     Attributes:
         subject: The explanation to measure.
-        control: The name of the control.
+        control: One of `METHOD_CONTROLS`, or "" for the method.
         calls: The number of calls of the method so far.
     """
 
@@ -64,13 +60,7 @@ class Maps(SharedResults):
         return self._control_maps(self.subject.images, 0) if self.control else self.subject.explanation.values
 
     def __call__(self, images: Tensor, method: Attribution | None = None, target: TargetLike = None) -> Tensor:
-        """Return the maps (N, C, h, w) of images as the model's input (N, C, H, W).
-
-        Args:
-            images: The images.
-            method: The method, if it differs from the explanation's method.
-            target: The target, if it differs from the explanation's target.
-        """
+        """Return the maps (N, C, h, w) of images (N, C, H, W), by default by the explained method and target."""
         self.calls += 1
         if self.control:
             is_original = images is self.subject.images and self.control != "random"
@@ -93,13 +83,6 @@ class Maps(SharedResults):
             return noise.to(images).expand(len(images), *shape)
         return edges(images)[:, None]
 
-    def noise(self, radius: float, number: int) -> Tensor:
-        """Return the draw `number` of uniform noise up to `radius`, the same for all images: (N, C, H, W)."""
-        images = self.subject.images
-        source = generator(self.subject.seed, number)
-        draws = torch.rand(images.shape[1:], generator=source, dtype=torch.float64, device="cpu")
-        return (radius * (2 * draws - 1)).to(images).expand_as(images)
-
 
 class MethodMetric(Metric):
     """Base class of the metrics that call the method again. The controls are methods that ignore the model."""
@@ -121,11 +104,8 @@ class MethodMetric(Metric):
 def similarities(first: Tensor, others: Iterable[Tensor], kind: SimilarityKind = "spearman") -> Tensor:
     """Return the similarity of maps (N, C, h, w), summed over the channels, to k other maps: (N, k). Equal maps have 1.
 
-    Args:
-        first: The maps.
-        others: The other maps.
-        kind: "spearman" is the rank correlation, "absolute" the rank correlation of magnitudes, and "ssim" the
-            structural similarity, for which maps of fewer than 11 cells are enlarged.
+    "spearman" is the rank correlation, "absolute" the rank correlation of magnitudes, and "ssim" the structural
+    similarity, for which maps of fewer than 11 cells are enlarged.
     """
     comparable, columns = _comparable(first, kind), []
     for other in others:
@@ -302,13 +282,7 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
 
 
 def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
-    """Permute the values of all parameters and buffers of some modules in place.
-
-    Args:
-        model: The model.
-        names: The names of the modules.
-        *seed: The seed, and the number of the draw if there are several.
-    """
+    """Permute the values of all parameters and buffers of some modules in place, by a seed and numbers of a draw."""
     for name in names:
         for number, tensor in enumerate(tensors_of(model.get_submodule(name))):
             source = generator(*seed, *name.encode(), number)
@@ -354,9 +328,12 @@ class RobustnessMetric(MethodMetric):
     passes: Option[int] = Option(10, check_integer, least=2)
 
     def noisy(self, maps: Maps) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield noisy images (N, C, H, W) and their maps (N, C, h, w)."""
+        """Yield noisy images (N, C, H, W) and their maps (N, C, h, w). All images of a draw have the same noise."""
+        x = maps.subject.images
         for number in range(self.passes):
-            images = maps.subject.images + maps.noise(self.radius, number)
+            source = generator(maps.subject.seed, number)
+            draws = torch.rand(x.shape[1:], generator=source, dtype=torch.float64, device="cpu")
+            images = x + (self.radius * (2 * draws - 1)).to(x)
             yield images, maps.once((self.radius, number), maps, images)
 
     def changes(self, maps: Maps) -> Tensor:
@@ -424,13 +401,7 @@ class RelativeStability(RobustnessMetric):
 
     @abstractmethod
     def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
-        """Return the change in the model between the images and noisy images (N, C, H, W): (N,).
-
-        Args:
-            subject: The explanation to measure.
-            images: The noisy images.
-            rises: (N, classes) the scores of the noisy images minus the scores of the images.
-        """
+        """Return the change in the model (N,) from the images to noisy images, whose scores rise by (N, classes)."""
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the largest ratios."""

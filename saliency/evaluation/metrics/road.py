@@ -90,13 +90,7 @@ class CombinedROAD(OrderDifference):
 def removed(x: Tensor, ranks: Tensor, shares: Sequence[float], noise: float, seed: int, first: int = 0) -> Tensor:
     """Return an image (1, C, H, W) without the first pixels of an order (H, W), for each fraction: (k, C, H, W).
 
-    Args:
-        x: The image.
-        ranks: The rank of each pixel in the order, from 0.
-        shares: The fractions of the pixels.
-        noise: As for `ROAD`.
-        seed: The seed of the noise.
-        first: The number of the first fraction, on which its noise depends.
+    The noise depends on the number of each fraction, from `first` on.
     """
     limits = torch.tensor([round(share * ranks.numel()) for share in shares], dtype=torch.int64, device=x.device)
     missing = (ranks < limits[:, None, None])[:, None]
