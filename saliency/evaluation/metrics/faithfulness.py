@@ -69,7 +69,7 @@ class PerturbationMetric(Metric):
             x, model = batch.inputs, reader.model
             asked = Questions(target, reader.images(x, batch.frames))
             with HookManager(), torch.no_grad():
-                # The logits of a probability are those of the last forward.
+                # A target that reads logits finds them in the forward of this call.
                 is_new = len(x) < len(images) or current_call().logits is not None
                 for index, score in enumerate(asked(run_model(model, x) if is_new else subject.output)):
                     single = x[index : index + 1]
@@ -174,7 +174,7 @@ class PerturbedImage:
         return float(self.masked_scores("all", 1, fill, lambda start, stop: hidden))
 
     def curves(self, counts: Sequence[int], fill: Fill, *, lowest_first: bool = False, insert: bool = False) -> Tensor:
-        """Return the scores with the first pixels of each order replaced (M, K), or with only these shown."""
+        """Return the scores without the first pixels of each order (M, K), or with `insert` only with these shown."""
         ranks = self.pixels - 1 - self.ranks if lowest_first else self.ranks
         return torch.stack([self.curve(row, counts, fill, insert) for row in ranks])
 
