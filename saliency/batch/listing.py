@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ImageError, errors_as, optional_import
+from ..errors import ImageError, NotApplicableError, errors_as, optional_import
 from ..io.atomic_write import is_volume
 from .failures import BatchError, sentence
 
@@ -111,7 +111,6 @@ class ImageEntry(NamedTuple):
             ImageError: It cannot be read.
             NotApplicableError: It is a volume.
         """
-        from ..errors import ImageError, NotApplicableError, errors_as
         from ..io.inputs import decode, open_image
 
         if self.problem:
