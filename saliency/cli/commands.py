@@ -107,15 +107,15 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
     arguments.target = next(iter(targets.values()), None)
     with tempfile.TemporaryDirectory() as scratch:
         found = _find_images(arguments, more_images, texts, Path(scratch))
-        require_images(found.entries if arguments.trust or arguments.save or arguments.sheet else ())
+        require_images(found.entries if arguments.trust or arguments.maps or arguments.sheet else ())
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, found.entries, screen)
             if not arguments.json:
                 screen.say_left_out(found.left_out, found.others)
             return code
-        more = (arguments.sheet, arguments.save, arguments.trust, arguments.json)
+        more = (arguments.sheet, arguments.maps, arguments.trust, arguments.json)
         if len(found.entries) * len(methods) != 1 or any(more) or screen.is_terminal:
-            hint = "give one image and one method, and no --sheet, --save, --trust or --json"
+            hint = "give one image and one method, and no --sheet, --maps, --trust or --json"
             raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, found.entries, Screen(quiet=True))
@@ -150,7 +150,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         raise UsageError("no image was given; try: saliency explain photo.jpg")
     settings, style = split_style(arguments, methods)
     values = vars(arguments) | {"methods": methods, "options": settings, "style": style}
-    values |= {"maps": arguments.save, "with_manifest": False}
+    values |= {"with_manifest": False}
     rows: list[Row] = []
     thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
     _require_other_files(arguments, methods, entries)
