@@ -313,8 +313,7 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
     if len(files) < len(arguments.files):
         print(card.to_json(), end="")
     else:
-        screen.say(str(card.of(card)), cut=True)
-        screen.say("\n".join(["", *card.notes]))
+        screen.show(card)
     for file in files:
         card.save(file)
         if len(files) == len(arguments.files):
@@ -336,8 +335,7 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.progress() as show:
         comparison = evaluate_folder(**values, on_progress=show)
     if comparison.page is not None:
-        screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
-        screen.say("\n".join(["", *comparison.notes]))
+        screen.show(Table(comparison.rows, comparison.columns, notes=comparison.notes))
         screen.say(f"table: {visible(comparison.page)}")
         if arguments.card:
             screen.say(f"model card: {visible(comparison.save(arguments.out / 'card.md'))}")
