@@ -24,7 +24,7 @@ from ..attribution.explanation import Explanation
 from ..attribution.options import declared_options
 from ..batch.drawing import ExplainMapper, ImageResults
 from ..batch.engines import SequentialEngine
-from ..batch.failures import Failure, require_writable, sentence
+from ..batch.failures import error_columns, require_writable, sentence
 from ..batch.folder_evaluation import evaluate as evaluate_folder
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
@@ -308,7 +308,7 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
         chosen = {"others": arguments.others} if arguments.others else {}
         card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed, draws=arguments.draws, **chosen)
     if isinstance(card, BaseException):
-        screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
+        screen.error(sentence(entry.source, methods[0], error_columns(card)["error"]))
         return 1
     if len(files) < len(arguments.files):
         print(card.to_json(), end="")

@@ -32,7 +32,7 @@ from ..attribution.inputs import InputExplanations
 from ..attribution.options import is_per_input
 from ..attribution.passes import MultiPassAttribution, Partial, TimedAttribution, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
-from ..batch.failures import Failure, printable
+from ..batch.failures import error_columns, printable
 from ..batch.listing import ARRAY, ImageEntry
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.options import NetworkOptions, OverlayStyle
@@ -659,13 +659,7 @@ def _errors_answered(name: Any, send: Send) -> Iterator[list[warnings.WarningMes
         except StoppedQuestion:
             raise
         except USER_CODE_ERRORS as error:  # the error concerns this method only
-            send({"method": str(name), "row": error_facts(error), "progress": 1.0, "done": True})
-
-
-def error_facts(error: BaseException) -> PageAnswer:
-    """Return the columns of an error."""
-    failure = Failure.of(error)
-    return {"error": failure.reason, "error_kind": failure.kind}
+            send({"method": str(name), "row": error_columns(error), "progress": 1.0, "done": True})
 
 
 # Targets
