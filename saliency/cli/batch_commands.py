@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
-from ..batch.manifest import MANIFEST, write_csv
+from ..batch.manifest import MANIFEST, manifest_csv
 from ..batch.sources import NAMED
 from ..errors import MethodError, plural, visible
 from ..validation import check_number
@@ -201,7 +201,7 @@ def report(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("writing the page"):
         files = [write_page(arguments.folder, title=arguments.title)]
         if arguments.csv:
-            files.append(write_csv(arguments.folder))
+            files.append(manifest_csv(arguments.folder))
         if arguments.fiftyone is not None:
             from ..batch.labels import write_labels
 

@@ -64,7 +64,7 @@ from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png, input_picture
 from ..render.overlay import encode_png, overlay
 from ..render.results import figure
-from ..render.scaling import DIVERGING, SEQUENTIAL, color_table, scale_map, shared_limit
+from ..render.scaling import DIVERGING, SEQUENTIAL, hex_colors, scale_map, shared_limit
 from ..targets.boxes import BoxTarget, as_place, box
 from ..targets.classes import ClassTarget, as_target, class_name, class_scores, contrast
 from ..targets.question import Categories
@@ -285,7 +285,7 @@ class Session:
             "asks": list(self.asks),
             "images": [{"index": index, "name": name} for index, (name, _) in enumerate(self._offered)],
             "sample": self._is_sample,
-            "colors": {SEQUENTIAL: _colors(SEQUENTIAL, False), DIVERGING: _colors(DIVERGING, True)},
+            "colors": {SEQUENTIAL: hex_colors(SEQUENTIAL), DIVERGING: hex_colors(DIVERGING, centred=True)},
             "limits": {"bytes": MOST_BYTES, "pixels": MOST_PIXELS},
             "opacity": MOST_OPACITY,
         }
@@ -751,7 +751,3 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
         )
         for index, image in enumerate(split_images(images))
     ]
-
-
-def _colors(name: str, centred: bool) -> list[str]:
-    return ["#{:02x}{:02x}{:02x}".format(*row) for row in color_table(name, centred=centred).tolist()]
