@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..errors import ImageError, plural, warn
+from ..errors import ImageError, errors_as, plural, warn
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
 from ..validation import check_path
 from .failures import BatchError, sentence
@@ -306,23 +306,20 @@ def read_list(file: str) -> Iterator[ImageEntry]:
     Raises:
         BatchError: The list cannot be read, or has no such column.
     """
-    try:
-        # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
-        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
-            for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
-                path, folder = _first(fields, _PATHS), os.path.dirname(file)  # noqa: PTH120
-                target = _target_in(folder, _first(fields, _TARGETS))
-                if isinstance(path, str) and path:
-                    whole = path if is_remote(path) else os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
-                    yield _entry(whole)._replace(source=path, target=target)
-                elif case := _case({name: value for name, value in fields.items() if name not in _TARGETS}, folder):
-                    yield case._replace(target=target)
-                else:
-                    label = f"line {number}"
-                    yield _entry(file, (), "the line has no path")._replace(source=f"{file}:{number}", label=label)
-    except (OSError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BatchError(f"the list {file} cannot be read: {reason}") from error
+    # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
+    options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with errors_as(BatchError, f"the list {file} cannot be read"), open(file, **options) as lines:  # noqa: PTH123
+        for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
+            path, folder = _first(fields, _PATHS), os.path.dirname(file)  # noqa: PTH120
+            target = _target_in(folder, _first(fields, _TARGETS))
+            if isinstance(path, str) and path:
+                whole = path if is_remote(path) else os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
+                yield _entry(whole)._replace(source=path, target=target)
+            elif case := _case({name: value for name, value in fields.items() if name not in _TARGETS}, folder):
+                yield case._replace(target=target)
+            else:
+                label = f"line {number}"
+                yield _entry(file, (), "the line has no path")._replace(source=f"{file}:{number}", label=label)
 
 
 def target_of_row(text: object) -> int | str | None:
