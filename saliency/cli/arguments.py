@@ -40,15 +40,10 @@ class Parser(argparse.ArgumentParser):
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
         for title, arguments in ARGUMENTS.items():
-            chosen = [argument for argument in arguments if argument.name in names.split()]
-            if not chosen:
-                continue
-            group: Any = self.add_argument_group(title) if title else self
-            parents = {"": group}
-            for argument in chosen:
-                if argument.exclusive not in parents:
-                    parents[argument.exclusive] = group.add_mutually_exclusive_group()
-                parents[argument.exclusive].add_argument(*argument.flags, **argument.keywords)
+            group: Any = self.add_argument_group(title) if title else self  # the help leaves out an empty group
+            for argument in arguments:
+                if argument.name in names.split():
+                    group.add_argument(*argument.flags, **argument.keywords)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
@@ -204,7 +199,6 @@ class Argument:
     Args:
         usage: An option "-o --out DIR", a switch "-q --quiet", or a positional argument "DIR".
         text: The help.
-        exclusive: Name of a group of mutually exclusive options; empty without a group.
         name: Name in `COMMANDS`, if it is not the long flag.
         keywords: More keyword arguments of `add_argument`.
 
@@ -214,14 +208,14 @@ class Argument:
         keywords: Keyword arguments of `add_argument`.
     """
 
-    def __init__(self, usage: str, text: str, exclusive: str = "", name: str = "", **keywords: Any) -> None:
+    def __init__(self, usage: str, text: str, name: str = "", **keywords: Any) -> None:
         flags = [word for word in usage.split() if word.startswith("-")]
         metavar = usage.split()[len(flags) :]
         if "type" in keywords:
             noun = {int: "a whole number: ", float: "a number: "}.get(keywords["type"], "")
             keywords["type"] = _explained(keywords["type"], noun + text.replace("%%", "%"))
         value: dict[str, Any] = {"metavar": metavar[0]} if metavar else {"action": "store_true"}
-        self.name, self.exclusive = name or (flags[-1] if flags else usage), exclusive
+        self.name = name or (flags[-1] if flags else usage)
         self.flags = flags or [keywords.pop("dest")]
         self.keywords = {"help": text} | value | keywords
 
@@ -251,8 +245,8 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("-r --recursive", "include subfolders"),
         Argument("--limit N", "only the first N images", type=int),
         Argument("--image IMAGE", "run the model on this image (default: noise)", type=_path),
-        Argument("--all", "list all layers or models", "depth"),
-        Argument("--depth N", "levels of nested layers (default: up to 40 rows)", "depth", type=int),
+        Argument("--all", "list all layers or models"),
+        Argument("--depth N", "levels of nested layers (default: up to 40 rows)", type=int),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         Argument("--gradients OF", _GRADIENTS_HELP, nargs="?", const="layers", choices=["layers", "parameters"]),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
@@ -275,9 +269,9 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
         Argument("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
         Argument("-m --method NAME", _METHOD_HELP, dest="methods", nargs="+", action="extend"),
-        Argument("-t --target TARGET", _TARGET_HELP, "target", action="append"),
-        Argument("-t --target CLASS", "name or index (default: the top class)", "target", "--class", action="append"),
-        Argument("--targets FILE", "csv file with the columns path and target", "target"),
+        Argument("-t --target TARGET", _TARGET_HELP, action="append"),
+        Argument("-t --target CLASS", "name or index (default: the top class)", "--class", action="append"),
+        Argument("--targets FILE", "csv file with the columns path and target, for images without one"),
         Argument(
             "--detections N|all", "explain all detections, or the N best, each by a map of its own", type=_detections
         ),
