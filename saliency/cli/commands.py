@@ -66,9 +66,6 @@ FACTS = (
 )
 """The columns that `explain --json` prints; paths are relative to the output folder."""
 
-DEFAULT_METRICS = ("deletion", "insertion")
-"""The metrics by default of `evaluate`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectingMapper(ExplainMapper):
@@ -324,7 +321,7 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
 def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
     values = run_arguments(evaluate_folder, arguments)
-    names = ",".join(arguments.metrics or DEFAULT_METRICS).split(",")
+    names = ",".join(arguments.metrics or ("deletion", "insertion")).split(",")
     classes = [METRICS.find(name) for name in dict.fromkeys(names)]
     of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
     values["options"], settings = split_settings(arguments.options, values["methods"], "metric", of_metrics)

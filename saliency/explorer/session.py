@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from time import perf_counter
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from ..attribution.options import is_per_input
 from ..attribution.passes import MultiPassAttribution, Partial, TimedAttribution, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
 from ..batch.failures import error_columns, printable
-from ..batch.listing import ARRAY, ImageEntry
+from ..batch.listing import ARRAY
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.options import NetworkOptions, OverlayStyle
 from ..batch.sources import find_images
@@ -721,11 +721,6 @@ def _keywords(options: Mapping[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _open_entry(entry: ImageEntry, draft: int | None) -> Image.Image:
-    is_file = draft is not None and Path(entry.path).is_file() and entry.offset is None and not entry.problem
-    return open_image(entry.path, draft=draft) if is_file else entry.open()
-
-
 def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
     """Return the names of the images in a folder or list, and functions that open them, with the option `draft`.
 
@@ -743,7 +738,7 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
         entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
         if not entries:
             raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
-        return [(printable(entry.label), partial(_open_entry, entry)) for entry in entries if not entry.is_volume]
+        return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
     return [
         (
             printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}",
