@@ -36,7 +36,7 @@ from ..render.scaling import DIVERGING, SEQUENTIAL, ScaledMap, scale_map, shared
 from ..render.sheet import INK, PAPER, ellipsised, font_for
 from ..render.volume import anatomical_slices
 from .engines import Mapper
-from .failures import Failure, attempt, printable, unwritable
+from .failures import attempt, error_columns, printable, unwritable
 from .listing import ImageEntry
 from .manifest import Row, make_row
 from .network import LoadedImage, Network, Results, trust_card
@@ -141,8 +141,8 @@ def write_file(path: Path, content: bytes) -> int:
 
 def failure_columns(error: BaseException, entry: ImageEntry, method: str | None, prefix: str = "") -> Row:
     """Return the columns of the error of a method, or of an image if there is no method."""
-    failure = Failure.of(error, entry.path, entry.source, method or "")
-    return {"method": method, "error": prefix + failure.reason, "error_kind": failure.kind}
+    columns = error_columns(error, entry.path, entry.source, method or "")
+    return {"method": method, **columns, "error": prefix + columns["error"]}
 
 
 def draw(output: OutputOptions, loaded: LoadedImage, results: ImageResults) -> Iterator[Row]:

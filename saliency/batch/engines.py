@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from ..attribution.allocator import keep_memory
-from ..errors import SaliencyError, optional_import
+from ..errors import SaliencyError, errors_as, optional_import
 from ..model.call import bound
 from .failures import BatchError, StoppedError, attempt, printable
 from .manifest import Row
@@ -346,12 +346,10 @@ class RayEngine:
     def _share(self, mapper: Mapper, model: nn.Module) -> Any:
         """Put the mapper and the model into the shared memory of the cluster."""
         name = mapper.options.model_name
-        try:
+        with errors_as(BatchError, f"{name} must be picklable for Ray"):
             # The function `report` belongs to this process.
             mapper = replace(mapper, options=replace(mapper.options, model=name), report=str)
             return self._ray.put((mapper, copy.deepcopy(model).cpu()))
-        except (TypeError, AttributeError, ValueError) as error:
-            raise BatchError(f"{name} must be picklable for Ray: {_in_one_line(error)}") from error
 
     def _results(self, shared: Any, items: list[dict[str, Any]], out: Path) -> Iterator[dict[str, bytes]]:
         """Map the batches over the actors, and yield the results of each batch, in order."""

@@ -7,7 +7,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,22 +21,18 @@ class StoppedError(BatchError):
     """The run stopped early. Finished images are kept; the same call resumes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Reason why an image has no overlay, as written to the manifest."""
+def error_columns(error: BaseException, *names: str) -> dict[str, str]:
+    """Return an error as in the manifest: its message in one line, and its class.
 
-    kind: str  # the class of the error
-    reason: str  # one line
-
-    @classmethod
-    def of(cls, error: BaseException, *names: str) -> Failure:
-        """Create a failure from an error, in one line. The given names are removed from the start of the message."""
-        text = " ".join(str(error).split())
-        for name in names:
-            text = text.removeprefix(repr(name)).removeprefix(name).removeprefix(":").strip()
-        if not isinstance(error, SaliencyError):
-            text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        return cls(type(error).__name__, printable(text))
+    The given names are removed from the start of the message.
+    """
+    text = " ".join(str(error).split())
+    for name in names:
+        text = text.removeprefix(repr(name)).removeprefix(name).removeprefix(":").strip()
+    kind = type(error).__name__
+    if not isinstance(error, SaliencyError):
+        text = f"{kind}: {text}" if text else kind
+    return {"error": printable(text), "error_kind": kind}
 
 
 T = TypeVar("T")

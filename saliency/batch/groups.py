@@ -13,8 +13,6 @@ Besag and Clifford, "Sequential Monte Carlo p-values" (1991).
 from __future__ import annotations
 
 import base64
-import csv
-import io
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,12 +30,13 @@ from ..attribution.heatmap import reduced_maps, resized
 from ..errors import optional_import, plural
 from ..evaluation.comparison import LEVEL, holm
 from ..hooks.manager import HookManager
-from ..io.atomic_write import durable_write, inside
+from ..io.atomic_write import inside
 from ..io.inputs import encode
 from ..render.scaling import SEQUENTIAL, color_table
 from ..tables import Column, Table, number, share
 from ..validation import check_integer
 from .failures import BatchError
+from .manifest import write_csv
 from .report import report
 from .runs import SavedRun, figure, on_grid, write_page
 from .store import GROUPS, GROUPS_CSV
@@ -273,12 +272,8 @@ def _group(
 
 def write_groups(table: Table[Group], folder: Path) -> Path:
     """Write the groups as a page and as CSV into the folder of the run, and return the path of the page."""
-    file = io.StringIO()
     names = [name for name in Group.__dataclass_fields__ if name not in ("examples", "mean_map")]
-    writer = csv.DictWriter(file, names, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(asdict(group) for group in table)
-    durable_write(inside(folder, GROUPS_CSV), [file.getvalue().encode("utf-8", "backslashreplace")])
+    write_csv(inside(folder, GROUPS_CSV), names, map(asdict, table))
     page = write_page(inside(folder, GROUPS), table, map(_figure, table))
     report(folder)  # with a tab that leads to the groups
     return page

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ImageError, errors_as, optional_import
+from ..errors import ImageError, NotApplicableError, errors_as, optional_import
 from ..io.atomic_write import is_volume
 from .failures import BatchError, sentence
 
@@ -104,14 +104,13 @@ class ImageEntry(NamedTuple):
         folder, stamp = tuple(fields.pop("folder", ())), tuple(fields.pop("stamp", ()))
         return cls(**fields, folder=folder, stamp=stamp)
 
-    def open(self) -> Image.Image:
-        """Open the image as `saliency.io.inputs.open_image` does.
+    def open(self, draft: int | None = None) -> Image.Image:
+        """Open the image as `saliency.io.inputs.open_image` does. Only a file of its own is decoded as a draft.
 
         Raises:
             ImageError: It cannot be read.
             NotApplicableError: It is a volume.
         """
-        from ..errors import ImageError, NotApplicableError, errors_as
         from ..io.inputs import decode, open_image
 
         if self.problem:
@@ -121,7 +120,7 @@ class ImageEntry(NamedTuple):
         if is_remote(self.path):
             return decode(io.BytesIO(read_bytes(self.path)), self.source)
         if self.offset is None:
-            return open_image(self.path)
+            return open_image(self.path, draft=draft)
         problem = f"{self.source!r} cannot be read"
         with errors_as(ImageError, problem), open(self.path, "rb") as file:  # noqa: PTH123 - any bytes
             file.seek(self.offset)

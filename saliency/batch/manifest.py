@@ -153,20 +153,21 @@ def encode(row: Row) -> bytes:
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", _ERRORS)
 
 
-def write_csv(folder: Path) -> Path:
-    """Write the manifest of a folder as CSV, and return its path.
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> Path:
+    """Write columns of rows as CSV, and return the path.
 
     Lists and dictionaries are JSON text. A text that a spreadsheet would run as a formula begins with an apostrophe.
     """
-    with (
-        atomic_write(inside(folder, CSV)) as temporary,
-        temporary.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file,
-    ):
-        table = csv.DictWriter(file, COLUMNS)
-        table.writeheader()
-        for row, _ in read_rows(folder / MANIFEST):
-            table.writerow({name: _cell(value) for name, value in row.items()})
-    return folder / CSV
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8", errors=_ERRORS) as file:
+        table = csv.writer(file)
+        table.writerow(columns)
+        table.writerows([_cell(row[name]) for name in columns] for row in rows)
+    return path
+
+
+def manifest_csv(folder: Path) -> Path:
+    """Write the manifest of a folder as CSV, and return its path."""
+    return write_csv(inside(folder, CSV), COLUMNS, (row for row, _ in read_rows(folder / MANIFEST)))
 
 
 def _cell(value: object) -> object:

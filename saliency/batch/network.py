@@ -35,7 +35,7 @@ from ..targets.language import parse_target
 from ..targets.question import Target
 from ..targets.regions import Keypoint, Region
 from ..zoo import load
-from .failures import BatchError, Failure, attempt
+from .failures import BatchError, attempt, error_columns
 from .listing import ImageEntry
 from .options import NetworkOptions
 from .plan import BatchSlot, Plan
@@ -270,7 +270,7 @@ class Network:
             raise BatchTooLargeError(f"a batch of {len(x)} images does not fit into memory")
         applies = not isinstance(error, NotApplicableError | LayerError | MethodError)
         if applies and len(methods) * len(x) > 1:
-            errors.append(Failure.of(error).reason)
+            errors.append(error_columns(error)["error"])
         if len(methods) > 1:
             return {k: v for method in methods for k, v in self._attempt([method], x, images, errors).items()}
         if not applies:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ..errors import ImageError, plural, warn
+from ..errors import ImageError, errors_as, plural, warn
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
 from ..validation import check_path
 from .failures import BatchError, sentence
@@ -216,38 +216,31 @@ def _images_of_address(source: str, recursive: bool, others: set[str]) -> Iterat
 
 
 def _images_of_folder(root: str, recursive: bool, others: set[str], more: str) -> Iterator[ImageEntry]:
-    """Yield the images of a folder. Iterative, since a tree may be deeper than the recursion limit of Python."""
-    seen: set[tuple[int, int]] = set()
-    waiting: list[tuple[str, tuple[str, ...]]] = [(root, ())]
+    """Yield the images of a folder, and of its subfolders if `recursive`. Links are followed, each folder once."""
+    seen, failed = set[str](), list[OSError]()
     is_empty = True
-    while waiting:
-        folder, below = waiting.pop()
-        try:
-            status = os.stat(folder)  # noqa: PTH116
-            if (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            names = sorted(os.listdir(folder))  # noqa: PTH208
-        except OSError as error:
-            is_empty = False
-            yield _entry(folder, below, f"the folder cannot be listed: {error.strerror}")
+    for folder, subfolders, files in os.walk(root, onerror=failed.append, followlinks=True):
+        below, is_own = tuple(filter(None, folder.removeprefix(root).split("/"))), is_output(folder)
+        if os.path.realpath(folder) in seen:
+            subfolders.clear()
             continue
-        subfolders, is_own = [], is_output(folder)
+        seen.add(os.path.realpath(folder))
         prefix, whole = (os.path.join(root, "") for root in (folder, os.path.abspath(folder)))  # noqa: PTH100, PTH118
-        for name in names:
-            path, is_hidden = prefix + name, name.startswith(".")
-            if (is_image(name) or (more and name.endswith(more))) and not is_hidden:
+        for name in sorted([*subfolders, *files]):
+            path = prefix + name
+            if (is_image(name) or (more and name.endswith(more))) and not name.startswith("."):
                 is_empty = False
                 problem = _OWN if is_own or is_drawing(path) else ""
                 if is_volume(name, (".dcm",)):
                     yield _entry(path, below, problem)
                 else:  # as `_entry` does, in a fraction of its time
                     yield ImageEntry(whole + name, path, folder=below, label=name, problem=problem)
-            elif not is_own and name not in _FILES_OF_RUNS and not os.path.isdir(path):  # noqa: PTH112
+            elif not is_own and name not in subfolders and name not in _FILES_OF_RUNS:
                 others.add(whole + name)
-            if recursive and not is_hidden and os.path.isdir(path):  # noqa: PTH112
-                subfolders.append((path, (*below, name)))
-        waiting += reversed(subfolders)
+        subfolders[:] = sorted(name for name in subfolders if recursive and not name.startswith("."))
+    for error in failed:
+        is_empty = False
+        yield _entry(error.filename, (), f"the folder cannot be listed: {error.strerror}")
     if is_empty:
         hint = "" if recursive else " (--recursive searches its subfolders)"
         yield _entry(root, problem=f"the folder contains no images{hint}")
@@ -313,23 +306,20 @@ def read_list(file: str) -> Iterator[ImageEntry]:
     Raises:
         BatchError: The list cannot be read, or has no such column.
     """
-    try:
-        # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
-        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:  # noqa: PTH123
-            for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
-                path, folder = _first(fields, _PATHS), os.path.dirname(file)  # noqa: PTH120
-                target = _target_in(folder, _first(fields, _TARGETS))
-                if isinstance(path, str) and path:
-                    whole = path if is_remote(path) else os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
-                    yield _entry(whole)._replace(source=path, target=target)
-                elif case := _case({name: value for name, value in fields.items() if name not in _TARGETS}, folder):
-                    yield case._replace(target=target)
-                else:
-                    label = f"line {number}"
-                    yield _entry(file, (), "the line has no path")._replace(source=f"{file}:{number}", label=label)
-    except (OSError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BatchError(f"the list {file} cannot be read: {reason}") from error
+    # With surrogateescape, undecodable bytes of a path are restored when the file is opened.
+    options: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with errors_as(BatchError, f"the list {file} cannot be read"), open(file, **options) as lines:  # noqa: PTH123
+        for number, fields in _numbered_fields(lines, Path(file).suffix.lower()):
+            path, folder = _first(fields, _PATHS), os.path.dirname(file)  # noqa: PTH120
+            target = _target_in(folder, _first(fields, _TARGETS))
+            if isinstance(path, str) and path:
+                whole = path if is_remote(path) else os.path.join(folder, path)  # noqa: PTH118 - keeps surrogates
+                yield _entry(whole)._replace(source=path, target=target)
+            elif case := _case({name: value for name, value in fields.items() if name not in _TARGETS}, folder):
+                yield case._replace(target=target)
+            else:
+                label = f"line {number}"
+                yield _entry(file, (), "the line has no path")._replace(source=f"{file}:{number}", label=label)
 
 
 def target_of_row(text: object) -> int | str | None:

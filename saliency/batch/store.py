@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from .._version import DISTRIBUTION
+from ..errors import errors_as
 from ..io.atomic_write import durable_write, inside
 from ..validation import check_path
 from .failures import BatchError, require_writable, writing_to
@@ -157,13 +158,10 @@ def write_head(folder: Path, head: dict[str, Any]) -> None:
 
 def read_listing(folder: Path) -> list[ImageEntry]:
     """Return the numbered images of earlier runs. Raises BatchError if the file is damaged."""
-    try:
+    with errors_as(BatchError, f"{folder / LISTING} is damaged; choose another folder"), suppress(FileNotFoundError):
         lines = (folder / LISTING).read_text("ascii").splitlines()
         return [ImageEntry.from_fields(fields) for fields in json.loads(f"[{','.join(lines)}]")]
-    except FileNotFoundError:
-        return []
-    except (AttributeError, TypeError, ValueError) as error:
-        raise BatchError(f"{folder / LISTING} is damaged: {error}; choose another folder") from error
+    return []
 
 
 def write_listing(folder: Path, entries: Sequence[ImageEntry]) -> None:

@@ -10,9 +10,9 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
@@ -22,7 +22,7 @@ from ..aliases import matches
 from ..attribution.allocator import keep_memory
 from ..batch import StoppedError
 from ..errors import DependencyError, SaliencyError, did_you_mean, optional_import
-from .arguments import METHOD, Parser
+from .arguments import Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,16 @@ class Command:
 
     Attributes:
         summary: One-line description in the help.
-        options: Names of its positional argument and options, separated by spaces; see `ARGUMENTS`.
+        options: Names of its positional arguments and options, separated by spaces; see `ARGUMENTS`.
         function: Path "module:name" of its function under `saliency.cli`. The function takes the parsed arguments and a
             `Screen`, and returns the exit code.
         help: Text at the end of the help, such as examples.
-        texts: Help of options that differ from other commands, by their names.
     """
 
     summary: str
     options: str
     function: str
     help: str = ""
-    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +117,7 @@ def command_parser(name: str) -> Parser:
     positional = command.options.partition(" --")[0].split()
     words = " ".join(f"[{word}]" if word in optional else word for word in positional)
     about = {"description": description, "usage": f"saliency {name} {words} [options]", "epilog": command.help}
-    return Parser(f"saliency {name}", command.options, command.texts, **about)
+    return Parser(f"saliency {name}", command.options, **about)
 
 
 def _root_parser() -> Parser:
@@ -162,7 +160,6 @@ drawing:
   (positive, signed or absolute), percentile (at which colours saturate, auto or
   none) and smoothing (a fraction of the edge).
 """
-_SET_HELP = "option of the methods, see saliency methods NAME; or of the drawing, see below"
 _EXIT_CODES = """\
 exit codes:
   0    success; with --method all, methods that do not apply are not failures
@@ -174,7 +171,7 @@ exit codes:
 COMMANDS: dict[str, Command] = {
     "explain": Command(
         "draw heatmaps over images",
-        f"IMAGE --json --quiet --recursive {_MODEL} --out --sheet --save --trust --seconds",
+        f"IMAGE --json --quiet --recursive {_MODEL} --out --sheet --maps --trust --seconds",
         "commands:explain",
         f"""\
 examples:
@@ -202,7 +199,6 @@ similarity to the image.
 
 {_DRAWING}
 {_EXIT_CODES}""",
-        {"--set": _SET_HELP, "--device": "cpu, cuda:1 or auto (default)"},
     ),
     "batch": Command(
         "turn a folder of images into a folder of overlays, with a gallery page",
@@ -214,6 +210,7 @@ examples:
   saliency batch photos/ --out maps
   saliency batch photos/ --recursive -m grad_cam layer_cam --format jpg --maps
   saliency batch photos/ --trust --seconds 5   (can each map be trusted?)
+  saliency batch photos/ -m all --device cuda:0,cuda:1
   saliency batch list.csv --out maps           (columns: path, target)
   saliency batch 'shards/*.tar' --out maps     (WebDataset)
   saliency batch rgb=photos/ depth=depths/ --model mine.py:fusion --out maps
@@ -237,7 +234,6 @@ files:
   DIR/trust/           with --trust: a trust card of each overlay
 
 {_EXIT_CODES}""",
-        {"--set": _SET_HELP},
     ),
     "evaluate": Command(
         "compare methods by metrics on a folder of images",
@@ -266,11 +262,10 @@ files:
   DIR/card.md          with --card: methods, figures and limits for a model card
 
 {_EXIT_CODES}""",
-        {"--set": "option of the methods or metrics, such as steps=28"},
     ),
     "trust": Command(
         "measure whether the heatmap of one image can be trusted",
-        f"IMAGE --quiet {_MODEL} --seconds --seed --others --draws --card",
+        f"FILE --quiet {_MODEL} --seconds --seed --others --draws --card",
         "commands:trust",
         f"""\
 examples:
@@ -283,11 +278,6 @@ it marks what the model learned to use. Other rows are numbers.
 
 {_TARGETS}
 {_EXIT_CODES}""",
-        {
-            "IMAGE": "one image file",
-            "--method": f"one; see saliency methods (default: {METHOD})",
-            "--device": "cpu, cuda:1 or auto (default)",
-        },
     ),
     "serve": Command(
         "show a page on which a model explains photos: drop one, compare methods",
@@ -301,18 +291,13 @@ examples:
   saliency serve mine.py:detector --port 8000 --no-browser
   saliency serve mine.py:fusion rgb=scene.png depth=depth.npy
 
-Ctrl-C ends it. Anyone who has the address can use the model, so keep it secret.
+The page starts with the method and the layer. Ctrl-C ends it. Anyone who has
+the address can use the model, so keep it secret.
 """,
-        {
-            "--method": f"method to start with; see saliency methods (default: {METHOD})",
-            "--layer": "layer to start with; see saliency layers (default: automatic)",
-            "--device": "cpu, cuda:1 or auto (default)",
-            "--compile": "compile the method to start with, before the page opens",
-        },
     ),
     "export": Command(
         "write a model and its heatmap as one program, for PyTorch or ONNX",
-        "MODEL --quiet --image --weights --classes --preprocess --whole --method --layer --set --target --output",
+        "MODEL --quiet --image --weights --classes --preprocess --whole --method --layer --set --class --output",
         "commands:export",
         """\
 examples:
@@ -323,10 +308,6 @@ The program takes normalised images (N, C, H, W), with any N. It returns the
 scores, the explained classes, and the heatmaps (N, H, W). It runs without this
 package. The file holds the class names and the preprocessing.
 """,
-        {
-            "--method": f"one; see saliency methods (default: {METHOD})",
-            "--target": "class name or index (default: the top class, in the program)",
-        },
     ),
     "report": Command(
         "rewrite the gallery page of a batch folder, or write its table as CSV",
@@ -386,7 +367,7 @@ files:
     ),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
-        "MODEL --image --weights --classes --preprocess --all --depth --stats --gradients --target",
+        "MODEL --image --weights --classes --preprocess --all --depth --stats --gradients --class",
         "lists:layers",
         """\
 examples:
@@ -394,7 +375,6 @@ examples:
   saliency layers --image cat.jpg --stats --gradients
   saliency layers --all --gradients parameters
 """,
-        {"--target": "class whose gradients are shown (default: the top class)"},
     ),
     "models": Command(
         "list the models that can be loaded by name",

@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,24 +33,17 @@ class Parser(argparse.ArgumentParser):
     Args:
         prog: The command.
         names: Names of its arguments in `ARGUMENTS`, separated by spaces.
-        texts: Help texts that replace the help in `ARGUMENTS`, by the names of the arguments.
         keywords: Keyword arguments of `ArgumentParser`.
     """
 
-    def __init__(self, prog: str, names: str = "", texts: Mapping[str, str] | None = None, **keywords: Any) -> None:
+    def __init__(self, prog: str, names: str = "", **keywords: Any) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=80)
         super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **keywords)
         for title, arguments in ARGUMENTS.items():
-            chosen = [argument for argument in arguments if argument.name in names.split()]
-            if not chosen:
-                continue
-            group: Any = self.add_argument_group(title) if title else self
-            parents = {"": group}
-            for argument in chosen:
-                if argument.exclusive not in parents:
-                    parents[argument.exclusive] = group.add_mutually_exclusive_group()
-                text = (texts or {}).get(argument.name, argument.keywords["help"])
-                parents[argument.exclusive].add_argument(*argument.flags, **argument.keywords | {"help": text})
+            group: Any = self.add_argument_group(title) if title else self  # the help leaves out an empty group
+            for argument in arguments:
+                if argument.name in names.split():
+                    group.add_argument(*argument.flags, **argument.keywords)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
@@ -206,7 +199,6 @@ class Argument:
     Args:
         usage: An option "-o --out DIR", a switch "-q --quiet", or a positional argument "DIR".
         text: The help.
-        exclusive: Name of a group of mutually exclusive options; empty without a group.
         name: Name in `COMMANDS`, if it is not the long flag.
         keywords: More keyword arguments of `add_argument`.
 
@@ -216,28 +208,29 @@ class Argument:
         keywords: Keyword arguments of `add_argument`.
     """
 
-    def __init__(self, usage: str, text: str, exclusive: str = "", name: str = "", **keywords: Any) -> None:
+    def __init__(self, usage: str, text: str, name: str = "", **keywords: Any) -> None:
         flags = [word for word in usage.split() if word.startswith("-")]
         metavar = usage.split()[len(flags) :]
         if "type" in keywords:
             noun = {int: "a whole number: ", float: "a number: "}.get(keywords["type"], "")
             keywords["type"] = _explained(keywords["type"], noun + text.replace("%%", "%"))
         value: dict[str, Any] = {"metavar": metavar[0]} if metavar else {"action": "store_true"}
-        self.name, self.exclusive = name or (flags[-1] if flags else usage), exclusive
+        self.name = name or (flags[-1] if flags else usage)
         self.flags = flags or [keywords.pop("dest")]
         self.keywords = {"help": text} | value | keywords
 
 
-_METHODS_HELP = f"one or more, or all; see saliency methods (default: {METHOD})"
 _TARGET_HELP = "class by name or index, or another of the targets below (default: the top class of each image)"
 _WHOLE_HELP = "show the model the whole image, not its centre; resized, or with its aspect ratio"
-_SET_HELP = "option of the methods; see saliency methods NAME"
+_METHOD_HELP = f"see saliency methods (default: {METHOD})"
+_SET_HELP = "option of a method; see saliency methods NAME"
 _CARD_HELP = "file of the card, .html, .png or .json, or - to print JSON; may be repeated"
 _OBJECTS_HELP = 'masks named as the images, or JSON of boxes, as in {"a.png": [x0, y0, x1, y1]}'
 _GRADIENTS_HELP = "also print gradients of the score of one class, of layers or parameters (default: layers)"
 ARGUMENTS: dict[str, list[Argument]] = {
     "": [
         Argument("IMAGE", "image files, folders or lists; - reads one image from stdin", dest="images", nargs="*"),
+        Argument("FILE", "one image file", dest="images", nargs="*"),
         Argument("SOURCE", "folders, files, patterns, lists, shards; - for paths on stdin", dest="sources", nargs="+"),
         Argument("DIR", "folder written by saliency batch", dest="folder", type=_path),
         Argument("RUN_A", "folder written by saliency batch --maps", dest="first", type=_path),
@@ -252,8 +245,8 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("-r --recursive", "include subfolders"),
         Argument("--limit N", "only the first N images", type=int),
         Argument("--image IMAGE", "run the model on this image (default: noise)", type=_path),
-        Argument("--all", "list all layers or models", "depth"),
-        Argument("--depth N", "levels of nested layers (default: up to 40 rows)", "depth", type=int),
+        Argument("--all", "list all layers or models"),
+        Argument("--depth N", "levels of nested layers (default: up to 40 rows)", type=int),
         Argument("--stats", "also print activation statistics: means, zeros, dead channels, NaN"),
         Argument("--gradients OF", _GRADIENTS_HELP, nargs="?", const="layers", choices=["layers", "parameters"]),
         Argument("--csv", "also write the rows of the manifest as manifest.csv"),
@@ -275,9 +268,10 @@ ARGUMENTS: dict[str, list[Argument]] = {
         Argument("--weights NAME|FILE", "name, file, or none for random weights", type=_weights, default="default"),
         Argument("--classes FILE", "class names, one per line or JSON", dest="categories", type=_class_names),
         Argument("--preprocess TEXT", "imagenet, a JSON file, or as in size=224,mean=0.5,0.5,0.5", type=_preprocess),
-        Argument("-m --method NAME", _METHODS_HELP, dest="methods", nargs="+", action="extend"),
-        Argument("-t --target TARGET", _TARGET_HELP, "target", action="append"),
-        Argument("--targets FILE", "csv file with the columns path and target", "target"),
+        Argument("-m --method NAME", _METHOD_HELP, dest="methods", nargs="+", action="extend"),
+        Argument("-t --target TARGET", _TARGET_HELP, action="append"),
+        Argument("-t --target CLASS", "name or index (default: the top class)", "--class", action="append"),
+        Argument("--targets FILE", "csv file with the columns path and target, for images without one"),
         Argument(
             "--detections N|all", "explain all detections, or the N best, each by a map of its own", type=_detections
         ),
@@ -297,7 +291,6 @@ ARGUMENTS: dict[str, list[Argument]] = {
         ),
         Argument("--card", "also write card.md, a section of a model card", name="--model-card"),
         Argument("--sheet", "also write a contact sheet of images and methods, sheet.png"),
-        Argument("--save", "also save the values as .safetensors, for Explanation.load"),
         Argument("--trust", "also write a trust card for each overlay"),
         Argument("--maps", "also save the attribution values, for Explanation.load"),
         Argument("--restart", "delete the results of an earlier run and start again"),
@@ -307,7 +300,7 @@ ARGUMENTS: dict[str, list[Argument]] = {
     ],
     "execution": [
         Argument("--engine NAME", "local (default), or ray for a cluster", choices=("local", "ray"), default="local"),
-        Argument("--device NAME", "cpu, cuda:1, cuda:0,cuda:1 or auto (default)", default="auto"),
+        Argument("--device NAME", "cpu, cuda:1, or auto (default)", default="auto"),
         Argument("--compile", "compile the methods first, which pays off for many images"),
         Argument("--batch-size N", "images per batch (default: 8 on CPUs, 64 on GPUs)", type=int),
         Argument("--workers N", "number of threads (default: one per core)", type=int),

@@ -17,10 +17,9 @@ from rich.text import Text
 
 from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
-from ..batch.manifest import MANIFEST, write_csv
+from ..batch.manifest import MANIFEST, manifest_csv
 from ..batch.sources import NAMED
 from ..errors import MethodError, plural, visible
-from ..tables import Table
 from ..validation import check_number
 from .arguments import ALL, METHOD, arguments_of
 from .console import Screen, UsageError, one_line
@@ -202,7 +201,7 @@ def report(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.waiting("writing the page"):
         files = [write_page(arguments.folder, title=arguments.title)]
         if arguments.csv:
-            files.append(write_csv(arguments.folder))
+            files.append(manifest_csv(arguments.folder))
         if arguments.fiftyone is not None:
             from ..batch.labels import write_labels
 
@@ -226,7 +225,7 @@ def compare(arguments: argparse.Namespace, screen: Screen) -> int:
         comparison = compare_runs(**arguments_of(compare_runs, arguments))
     if least is not None and comparison.few:
         raise UsageError(f"--fail-under needs {FEWEST} images by each method, of which {comparison.few[0]} has fewer")
-    _show_table(comparison, screen)
+    screen.show(comparison)
     screen.say(f"written: {visible(comparison.save(arguments.out))}")
     return int(comparison.unchanged < (least or 0))
 
@@ -238,13 +237,6 @@ def groups(arguments: argparse.Namespace, screen: Screen) -> int:
 
     with screen.waiting("grouping the maps"):
         table = find_groups(**arguments_of(find_groups, arguments))
-    _show_table(table, screen)
+    screen.show(table)
     screen.say(f"written: {visible(write_groups(table, arguments.folder))}")
     return 0
-
-
-def _show_table(table: Table[Any], screen: Screen) -> None:
-    if table:
-        screen.table([column.title for column in table.columns], table.cells())
-    for note in table.notes:
-        screen.say(note)

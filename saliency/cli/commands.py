@@ -24,7 +24,7 @@ from ..attribution.explanation import Explanation
 from ..attribution.options import declared_options
 from ..batch.drawing import ExplainMapper, ImageResults
 from ..batch.engines import SequentialEngine
-from ..batch.failures import Failure, require_writable, sentence
+from ..batch.failures import error_columns, require_writable, sentence
 from ..batch.folder_evaluation import evaluate as evaluate_folder
 from ..batch.listing import ImageEntry, with_names
 from ..batch.manifest import Row
@@ -66,9 +66,6 @@ FACTS = (
 )
 """The columns that `explain --json` prints; paths are relative to the output folder."""
 
-DEFAULT_METRICS = ("deletion", "insertion")
-"""The metrics by default of `evaluate`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectingMapper(ExplainMapper):
@@ -107,15 +104,15 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
     arguments.target = next(iter(targets.values()), None)
     with tempfile.TemporaryDirectory() as scratch:
         found = _find_images(arguments, more_images, texts, Path(scratch))
-        require_images(found.entries if arguments.trust or arguments.save or arguments.sheet else ())
+        require_images(found.entries if arguments.trust or arguments.maps or arguments.sheet else ())
         if arguments.out != Path("-"):
             code = _explain(arguments, methods, found.entries, screen)
             if not arguments.json:
                 screen.say_left_out(found.left_out, found.others)
             return code
-        more = (arguments.sheet, arguments.save, arguments.trust, arguments.json)
+        more = (arguments.sheet, arguments.maps, arguments.trust, arguments.json)
         if len(found.entries) * len(methods) != 1 or any(more) or screen.is_terminal:
-            hint = "give one image and one method, and no --sheet, --save, --trust or --json"
+            hint = "give one image and one method, and no --sheet, --maps, --trust or --json"
             raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, found.entries, Screen(quiet=True))
@@ -150,7 +147,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
         raise UsageError("no image was given; try: saliency explain photo.jpg")
     settings, style = split_style(arguments, methods)
     values = vars(arguments) | {"methods": methods, "options": settings, "style": style}
-    values |= {"maps": arguments.save, "with_manifest": False}
+    values |= {"with_manifest": False}
     rows: list[Row] = []
     thumbs: dict[int, dict[str, Explanation]] | None = {} if arguments.sheet else None
     _require_other_files(arguments, methods, entries)
@@ -308,13 +305,12 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
         chosen = {"others": arguments.others} if arguments.others else {}
         card = trust_card(network.methods[0], loaded, seconds, seed=arguments.seed, draws=arguments.draws, **chosen)
     if isinstance(card, BaseException):
-        screen.error(sentence(entry.source, methods[0], Failure.of(card).reason))
+        screen.error(sentence(entry.source, methods[0], error_columns(card)["error"]))
         return 1
     if len(files) < len(arguments.files):
         print(card.to_json(), end="")
     else:
-        screen.say(str(card.of(card)), cut=True)
-        screen.say("\n".join(["", *card.notes]))
+        screen.show(card)
     for file in files:
         card.save(file)
         if len(files) == len(arguments.files):
@@ -325,7 +321,7 @@ def trust(arguments: argparse.Namespace, screen: Screen) -> int:
 def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     """Measure the images, print the comparison, and return the exit code."""
     values = run_arguments(evaluate_folder, arguments)
-    names = ",".join(arguments.metrics or DEFAULT_METRICS).split(",")
+    names = ",".join(arguments.metrics or ("deletion", "insertion")).split(",")
     classes = [METRICS.find(name) for name in dict.fromkeys(names)]
     of_metrics = dict.fromkeys(option for cls in classes for option in declared_options(cls))
     values["options"], settings = split_settings(arguments.options, values["methods"], "metric", of_metrics)
@@ -336,8 +332,7 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
     with screen.progress() as show:
         comparison = evaluate_folder(**values, on_progress=show)
     if comparison.page is not None:
-        screen.say(str(Table(comparison.rows, comparison.columns)), cut=True)
-        screen.say("\n".join(["", *comparison.notes]))
+        screen.show(Table(comparison.rows, comparison.columns, notes=comparison.notes))
         screen.say(f"table: {visible(comparison.page)}")
         if arguments.card:
             screen.say(f"model card: {visible(comparison.save(arguments.out / 'card.md'))}")

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from ..batch import Progress
 from ..errors import CALL, SaliencyError, SaliencyWarning, plural, visible
+from ..tables import Table as Measurements
 
 UNLIMITED = 100_000  # width of tables in a pipe or file
 
@@ -80,6 +81,13 @@ class Screen:
             return
         for line in self._out.render_lines(table, self._out.options.update_width(UNLIMITED)):
             self.say("".join(segment.text for segment in line).rstrip())
+
+    def show(self, table: Measurements[Any]) -> None:
+        """Print a table of the library, whose lines are cut to the width of a terminal, and its notes."""
+        if table:
+            self.say(str(table.of(table)), cut=True)
+        if table.notes:
+            self.say("\n".join(["", *map(visible, table.notes)]))
 
     @contextmanager
     def waiting(self, activity: str) -> Iterator[None]:

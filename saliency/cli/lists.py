@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..attribution.base import Attribution, get_method, source, summary
 from ..attribution.options import declared_options
-from ..errors import did_you_mean, visible
+from ..errors import did_you_mean
 from ..inspection import activation_statistics, gradient_statistics, layer_table
 from ..inspection.layer_table import LayerRow, LayerTable
 from ..io.inputs import read
@@ -153,9 +153,7 @@ def layers(arguments: argparse.Namespace, screen: Screen) -> int:
             gradients = gradient_statistics(model, x, target, of=arguments.gradients)
             tables.append(_select_rows(gradients, names, kind=arguments.gradients))
     for shown in tables:
-        screen.say(str(shown.of(shown)), cut=True)  # on a terminal, the lines of a table are cut to its width
-        if shown.notes:
-            screen.say("\n".join(["", *map(visible, shown.notes)]))
+        screen.show(shown)
         screen.say()
     read_by_cams = f'CAMs read "{scan.default}" by default (->)' if scan.default else "CAMs have no default layer"
     screen.say(f"{arguments.model} on an input of {x.shape[2]}x{x.shape[3]}: {read_by_cams}")

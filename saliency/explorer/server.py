@@ -34,11 +34,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..batch.failures import error_columns
 from ..batch.options import NetworkOptions
 from ..errors import ImageError, SaliencyError, optional_import
 from ..validation import check_number
 from .page import static_files
-from .session import MOST_BYTES, PageAnswer, Poll, Session, Stop, StoppedQuestion, UnknownImageError, error_facts
+from .session import MOST_BYTES, PageAnswer, Poll, Session, Stop, StoppedQuestion, UnknownImageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -220,7 +221,7 @@ class Explorer:
                 yield dumped(answer) + b"\n"
                 answer = await answers.get()
             if error := future.exception():
-                yield dumped(error_facts(error)) + b"\n"
+                yield dumped(error_columns(error)) + b"\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
@@ -348,7 +349,7 @@ def error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return json_response({"error": error.detail, "error_kind": "HTTPException"}, error.status_code)
     status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
-    return json_response(error_facts(error), status)
+    return json_response(error_columns(error), status)
 
 
 def json_response(answer: PageAnswer, status: int = 200) -> Response:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.resources import files
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from time import perf_counter
 from typing import Any, cast
 
@@ -32,8 +32,8 @@ from ..attribution.inputs import InputExplanations
 from ..attribution.options import is_per_input
 from ..attribution.passes import MultiPassAttribution, Partial, TimedAttribution, listening
 from ..batch.drawing import card_facts, explanation_facts, shrink
-from ..batch.failures import Failure, printable
-from ..batch.listing import ARRAY, ImageEntry
+from ..batch.failures import error_columns, printable
+from ..batch.listing import ARRAY
 from ..batch.network import create_method, find_devices, load_model, move_model, reads_layer, require_options
 from ..batch.options import NetworkOptions, OverlayStyle
 from ..batch.sources import find_images
@@ -64,7 +64,7 @@ from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png, input_picture
 from ..render.overlay import encode_png, overlay
 from ..render.results import figure
-from ..render.scaling import DIVERGING, SEQUENTIAL, color_table, scale_map, shared_limit
+from ..render.scaling import DIVERGING, SEQUENTIAL, hex_colors, scale_map, shared_limit
 from ..targets.boxes import BoxTarget, as_place, box
 from ..targets.classes import ClassTarget, as_target, class_name, class_scores, contrast
 from ..targets.question import Categories
@@ -285,7 +285,7 @@ class Session:
             "asks": list(self.asks),
             "images": [{"index": index, "name": name} for index, (name, _) in enumerate(self._offered)],
             "sample": self._is_sample,
-            "colors": {SEQUENTIAL: _colors(SEQUENTIAL, False), DIVERGING: _colors(DIVERGING, True)},
+            "colors": {SEQUENTIAL: hex_colors(SEQUENTIAL), DIVERGING: hex_colors(DIVERGING, centred=True)},
             "limits": {"bytes": MOST_BYTES, "pixels": MOST_PIXELS},
             "opacity": MOST_OPACITY,
         }
@@ -659,13 +659,7 @@ def _errors_answered(name: Any, send: Send) -> Iterator[list[warnings.WarningMes
         except StoppedQuestion:
             raise
         except USER_CODE_ERRORS as error:  # the error concerns this method only
-            send({"method": str(name), "row": error_facts(error), "progress": 1.0, "done": True})
-
-
-def error_facts(error: BaseException) -> PageAnswer:
-    """Return the columns of an error."""
-    failure = Failure.of(error)
-    return {"error": failure.reason, "error_kind": failure.kind}
+            send({"method": str(name), "row": error_columns(error), "progress": 1.0, "done": True})
 
 
 # Targets
@@ -727,11 +721,6 @@ def _keywords(options: Mapping[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def _open_entry(entry: ImageEntry, draft: int | None) -> Image.Image:
-    is_file = draft is not None and Path(entry.path).is_file() and entry.offset is None and not entry.problem
-    return open_image(entry.path, draft=draft) if is_file else entry.open()
-
-
 def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
     """Return the names of the images in a folder or list, and functions that open them, with the option `draft`.
 
@@ -749,7 +738,7 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
         entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
         if not entries:
             raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
-        return [(printable(entry.label), partial(_open_entry, entry)) for entry in entries if not entry.is_volume]
+        return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
     return [
         (
             printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}",
@@ -757,7 +746,3 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
         )
         for index, image in enumerate(split_images(images))
     ]
-
-
-def _colors(name: str, centred: bool) -> list[str]:
-    return ["#{:02x}{:02x}{:02x}".format(*row) for row in color_table(name, centred=centred).tolist()]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from ..batch.failures import Failure
+from ..batch.failures import error_columns
 from ..batch.options import NetworkOptions
 from ..errors import USER_CODE_ERRORS, optional_import
 from ..io.inputs import ImagesLike
@@ -86,8 +86,7 @@ class Conversation:
         except StoppedQuestion:
             pass
         except USER_CODE_ERRORS as error:  # any error is the answer to this message
-            failure = Failure.of(error)
-            self._send({"id": number, "error": failure.reason, "kind": failure.kind}, [])
+            self._send({"id": number, **error_columns(error)}, [])
         finally:
             del self._stops[number]
 

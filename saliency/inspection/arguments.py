@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ImageError, LayerError, ModelError, NotApplicableError, plural
+from ..errors import ImageError, LayerError, NotApplicableError
 from ..hooks.manager import is_hookable
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.inputs import read
-from ..model.call import call, model_attribute, prepared_for_attribution, reference_tensor, unwrap
+from ..model.call import call, model_attribute, reference_tensor
 from ..model.layers import find, named_layers
 
 LayersLike = str | nn.Module | type[nn.Module] | Iterable[str | nn.Module | type[nn.Module]]
@@ -155,40 +155,3 @@ def _moved(tree: Any, like: Tensor | None) -> Any:
     if like is None:
         return tree
     return tree_map_tensors(tree, lambda t: t.to(like) if t.is_floating_point() else t.to(like.device))
-
-
-class Batches:
-    """Batches of data for a model.
-
-    Args:
-        model: The model.
-        data: As for `model_calls`.
-
-    Raises:
-        ModelError: The model is not a module, or has parameters without values.
-    """
-
-    def __init__(self, model: nn.Module, data: Any) -> None:
-        self.model = unwrap(model)
-        with prepared_for_attribution(self.model):  # raises ModelError for lazy parameters
-            tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        empty = next((name for name, tensor in tensors if tensor.is_meta), None)
-        if empty is not None:
-            raise ModelError(f"{empty} is on the meta device and has no values; load or initialise the weights first")
-        self.images = 0
-        self.batches = 0
-        self._calls = model_calls(model, data)
-
-    def __iter__(self) -> Iterator[ModelCall]:
-        """Yield the batches. Raises ImageError if the data contain no batch."""
-        for batch in self._calls:
-            self.batches += 1
-            self.images += batch.size
-            yield batch
-        if not self.batches:
-            raise ImageError("the data contain no batch; a generator that was used before is empty")
-
-    def __str__(self) -> str:
-        """Return a text such as `3 batches, 24 images`."""
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        return f"{batches}, {plural(self.images, 'image')}"

@@ -5,27 +5,28 @@ The statistics are moments, zeros, dead channels and the first NaN.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..attribution.questions import target_of
-from ..errors import ImageError, LayerError, TargetError, plural
+from ..errors import ImageError, LayerError, ModelError, TargetError, plural
 from ..hooks.autograd_graph import differentiate, ends_in_probability, this_backward
 from ..hooks.manager import HookManager
 from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..io.axes import at_least_float32
-from ..model.call import categories_of, leaf, prepared_for_attribution
+from ..model.call import categories_of, leaf, prepared_for_attribution, unwrap
 from ..tables import Column, Table, number, share
 from ..targets.classes import TargetLike
 from ..targets.question import Categories, Images
 from ..validation import check_choice
-from .arguments import Batches, LayersLike, ModelCall, select_layers
+from .arguments import LayersLike, ModelCall, model_calls, select_layers
 from .moments import Moments, moments, real_values
 from .record import ModuleCall, Recording
 
@@ -35,8 +36,6 @@ _Value = TypeVar("_Value", float, float | None)
 
 Loss = Callable[..., Tensor]
 """Function loss(output), or loss(output, labels) for data with labels: a scalar, or one number per image to average."""
-
-_Objective = Callable[[Any, ModelCall], Tensor]
 
 GradientsOf = Literal["layers", "parameters"]
 """The gradients at the outputs of layers, or the gradients of parameters."""
@@ -121,14 +120,39 @@ class _RunningStats:
     alive: Tensor | None = None  # (channels,) whether a channel was ever above zero or NaN
 
 
-class _Collector:
-    """Base class of both collectors, with the layers, statistics of their calls, and the first NaN or infinity."""
+class _Collector(ABC):
+    """Base class of both collectors, with the layers, statistics of their calls, and the first NaN or infinity.
 
-    def __init__(self, batches: Batches, layers: LayersLike) -> None:
-        self.batches = batches
-        self.modules = select_layers(batches.model, layers)
+    Raises:
+        ModelError: The model is not a module, or has parameters without values.
+    """
+
+    def __init__(self, model: nn.Module, data: Any, layers: LayersLike) -> None:
+        self.model = unwrap(model)
+        with prepared_for_attribution(self.model):  # raises ModelError for lazy parameters
+            tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+        if empty is not None:
+            raise ModelError(f"{empty} is on the meta device and has no values; load or initialise the weights first")
+        self.modules = select_layers(self.model, layers)
         self.first_nonfinite: str | None = None
+        self.images = self.batches = 0
+        self._calls = model_calls(model, data)
         self._stats: dict[tuple[str, int], _RunningStats] = {}
+
+    def run(self) -> Self:
+        """Measure all batches. Raises ImageError if the data contain no batch."""
+        for batch in self._calls:
+            self.batches += 1
+            self.images += batch.size
+            self.measure(batch)
+        if not self.batches:
+            raise ImageError("the data contain no batch; a generator that was used before is empty")
+        return self
+
+    @abstractmethod
+    def measure(self, batch: ModelCall) -> None:
+        """Run the model on one batch, and add its statistics. Raises ImageError if a mean needs images."""
 
     def stats_of(self, calls: Iterable[ModuleCall]) -> dict[ModuleCall, _RunningStats]:
         """Return the statistics of the calls of a batch that returned a tensor."""
@@ -150,8 +174,9 @@ class _Collector:
 
     def notes(self) -> list[str]:
         """Return the notes below the table of layers."""
-        first = self.first_nonfinite
-        return [str(self.batches), *([] if first is None else [f"NaN or infinity first in {first or 'the output'}"])]
+        first, batches = self.first_nonfinite, f"{self.batches} batch{'es' * (self.batches > 1)}"
+        counts = f"{batches}, {plural(self.images, 'image')}"
+        return [counts, *([] if first is None else [f"NaN or infinity first in {first or 'the output'}"])]
 
 
 def activation_statistics(
@@ -186,10 +211,7 @@ def activation_statistics(
         NotApplicableError: A layer returns a nested or quantised tensor.
     """
     check_choice("channel_axis", channel_axis, (1, -1))
-    collector = _ActivationCollector(Batches(model, data), layers, channel_axis)
-    for batch in collector.batches:
-        collector.run(batch)
-    return collector.table()
+    return _ActivationCollector(model, data, layers, channel_axis).run().table()
 
 
 def _measured(channel_axis: int, tensor: Tensor) -> _RunningStats:
@@ -202,15 +224,15 @@ def _measured(channel_axis: int, tensor: Tensor) -> _RunningStats:
 
 
 class _ActivationCollector(_Collector):
-    def __init__(self, batches: Batches, layers: LayersLike, channel_axis: int) -> None:
-        super().__init__(batches, layers)
+    def __init__(self, model: nn.Module, data: Any, layers: LayersLike, channel_axis: int) -> None:
+        super().__init__(model, data, layers)
         self._channel_axis = channel_axis
 
-    def run(self, batch: ModelCall) -> None:
+    def measure(self, batch: ModelCall) -> None:
         recording = Recording(self.modules, partial(_measured, self._channel_axis), ("outputs",))
-        with prepared_for_attribution(self.batches.model), HookManager() as hooks, torch.no_grad():
+        with prepared_for_attribution(self.model), HookManager() as hooks, torch.no_grad():
             recording.attach(hooks, hooks)
-            output = batch.run(self.batches.model)
+            output = batch.run(self.model)
         for call, stats in self.stats_of(recording).items():
             _add(call.outputs[0], stats)
         for call in recording.in_end_order():
@@ -229,10 +251,10 @@ class _ActivationCollector(_Collector):
             raise LayerError(f"none of the {count} layers was called; hooks do not run inside scripted modules")
         dead_channels = sum(len(row.dead) for row in rows if isinstance(self.modules[row.name], _RECTIFIERS))
         notes = [*self.notes(), f"{plural(dead_channels, 'dead channel')} in ReLUs"]
-        title = f"Activations of {type(self.batches.model).__name__}"
+        title = f"Activations of {type(self.model).__name__}"
         table = ActivationStatistics(rows, _activation_columns(), title, notes)
         table.first_nonfinite, table.dead_channels = self.first_nonfinite, dead_channels
-        table.images, table.batches = self.batches.images, self.batches.batches
+        table.images, table.batches = self.images, self.batches
         return table
 
 
@@ -295,13 +317,8 @@ def gradient_statistics(
         TargetError: The target does not fit the output, or the loss is not a number with a gradient.
     """
     check_choice("of", of, get_args(GradientsOf))
-    batches = Batches(model, data)
-    objective = partial(_objective, loss_or_target, categories_of(model))
     kind = _GradientCollector if of == "layers" else _ParameterCollector
-    collector = kind(batches, layers, "loss" if _is_loss(loss_or_target) else "score", objective)
-    for batch in batches:
-        collector.run(batch)
-    return collector.table()
+    return kind(model, data, layers, loss_or_target).run().table()
 
 
 def _is_loss(loss_or_target: Any) -> bool:
@@ -338,24 +355,23 @@ class _GradientCollector(_Collector):
 
     noun = "layer"
 
-    def __init__(self, batches: Batches, layers: LayersLike, quantity: str, objective: _Objective) -> None:
-        super().__init__(batches, layers)
+    def __init__(self, model: nn.Module, data: Any, layers: LayersLike, loss_or_target: Loss | TargetLike) -> None:
+        super().__init__(model, data, layers)
         self.recorded = self.modules
-        self.quantity = quantity
-        self._objective = objective
+        self.quantity = "loss" if _is_loss(loss_or_target) else "score"
+        self._objective = partial(_objective, loss_or_target, categories_of(model))
         self._total = 0.0
 
-    def run(self, batch: ModelCall) -> None:
-        """Run one batch. Raises ImageError if it is empty."""
+    def measure(self, batch: ModelCall) -> None:
         if not batch.size:
-            raise ImageError(f"batch {self.batches.batches} is empty, so it has no mean over its images")
+            raise ImageError(f"batch {self.batches} is empty, so it has no mean over its images")
         starts: list[Tensor] = []
-        trainable = {name: tensor for name, tensor in self.batches.model.named_parameters() if tensor.requires_grad}
+        trainable = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         recording = Recording(self.recorded, _gradient_moments, ("outputs", "grad_outputs"))
-        with prepared_for_attribution(self.batches.model), HookManager() as gradient_hooks:
+        with prepared_for_attribution(self.model), HookManager() as gradient_hooks:
             with HookManager() as hooks:
                 recording.attach(hooks, gradient_hooks)
-                output = batch.run(self.batches.model, partial(_leaf_copy, starts))
+                output = batch.run(self.model, partial(_leaf_copy, starts))
             objective = self._objective(output, batch)
             # Ignore backward passes that the loss ran itself.
             earlier = {call: len(call.backwards) for call in recording}
@@ -374,13 +390,13 @@ class _GradientCollector(_Collector):
 
     def table(self) -> GradientStatistics:
         """Return the statistics over all batches."""
-        loss = self._total / self.batches.images
-        network = type(self.batches.model).__name__
+        loss = self._total / self.images
+        network = type(self.model).__name__
         title = f"Gradients of a {self.quantity} of {number(loss)} at the {self.noun}s of {network}"
-        rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.batches.images)]
+        rows = [LayerGradients(**fields) for fields, _ in self.rows(1 / self.images)]
         table = GradientStatistics(rows, _layer_columns(*_GRADIENT_STATISTICS, noun=self.noun), title, self.notes())
         table.loss, table.objective, table.first_nonfinite = loss, self.quantity, self.first_nonfinite
-        table.images, table.batches = self.batches.images, self.batches.batches
+        table.images, table.batches = self.images, self.batches
         return table
 
 
@@ -389,13 +405,13 @@ class _ParameterCollector(_GradientCollector):
 
     noun = "parameter"
 
-    def __init__(self, batches: Batches, layers: LayersLike, quantity: str, objective: _Objective) -> None:
-        super().__init__(batches, layers, quantity, objective)
+    def __init__(self, model: nn.Module, data: Any, layers: LayersLike, loss_or_target: Loss | TargetLike) -> None:
+        super().__init__(model, data, layers, loss_or_target)
         inside = {id(tensor) for module in self.modules.values() for tensor in module.parameters()}
-        names = [name for name, tensor in batches.model.named_parameters() if layers == "*" or id(tensor) in inside]
+        names = [name for name, tensor in self.model.named_parameters() if layers == "*" or id(tensor) in inside]
         if not names:
-            raise LayerError(f"the selected layers of {type(batches.model).__name__} have no parameters")
-        owners = dict(batches.model.named_modules())
+            raise LayerError(f"the selected layers of {type(self.model).__name__} have no parameters")
+        owners = dict(self.model.named_modules())
         self.modules, self.recorded = {name: owners[name.rpartition(".")[0]] for name in names}, {}
         self._sums: dict[str, Tensor] = {}
 

@@ -107,9 +107,9 @@ def write_by_suffix(path: str | os.PathLike[str], writers: Mapping[str, Callable
     """
     path = check_path("path", path)
     require_folder(path)
-    check_choice("suffix", path.suffix, tuple(writers))
+    suffix = check_choice("suffix", path.suffix.lower(), tuple(writers))
     with atomic_write(path) as temporary:
-        temporary.write_bytes(writers[path.suffix]())
+        temporary.write_bytes(writers[suffix]())
     return path
 
 

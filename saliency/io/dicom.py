@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image
 
-from ..errors import DependencyError, ImageError, optional_import
+from ..errors import DependencyError, ImageError, errors_as, optional_import
 
 SUFFIX = ".dcm"
 _HEADERS = 8  # files whose headers are read
@@ -64,11 +64,9 @@ def read_dicom(file: IO[bytes], name: str, max_pixels: int) -> Image.Image:
         ImageError: The file is damaged, too large, compressed without a decoder, or holds several images or none.
     """
     dicom, pixels = (optional_import(module, "volumes", "a DICOM file") for module in ("pydicom", "pydicom.pixels"))
-    try:
+    with errors_as(ImageError, f"{name!r} is a DICOM file that is damaged or holds no image"):
         data = dicom.dcmread(file)
         frames, size = int(data.get("NumberOfFrames") or 1), (int(data.Columns), int(data.Rows))
-    except Exception as error:
-        raise ImageError(f"{name!r} is a DICOM file that is damaged or holds no image") from error
     if frames > 1:
         cure = "one frame is an image: pydicom.pixels.pixel_array(file)[0]"
         raise ImageError(f"{name!r} has {frames} frames, a volume, which this model does not take; {cure}")

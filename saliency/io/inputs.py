@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, TypeGuard
@@ -162,11 +163,10 @@ def _decode_checked(image: Image.Image, name: str, max_pixels: int, draft: int |
 
 def _apply_orientation(image: Image.Image) -> Image.Image:
     image.load()
-    try:
-        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-        return image if is_upright else ImageOps.exif_transpose(image)
-    except Exception:  # noqa: BLE001 - pixels can be intact although the metadata is damaged
-        return image
+    with suppress(Exception):  # pixels can be intact although the metadata is damaged
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            return ImageOps.exif_transpose(image)
+    return image
 
 
 def _without_metadata(image: Image.Image) -> Image.Image:

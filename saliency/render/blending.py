@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw
 
-from ..attribution.explanation import Explanation, Sign
+from ..attribution.explanation import Explanation
 from ..attribution.heatmap import require_explanation
 from ..errors import RenderError, errors_as
 from ..io.atomic_write import require_folder
@@ -20,7 +20,7 @@ from ..io.geometry import Frame, Geometry, resize_box, scaled_size
 from ..io.inputs import ImageLike, open_image
 from ..io.preprocess import drawable
 from ..validation import check_number, described
-from .scaling import Pixels, Plane, ScaledMap
+from .scaling import Plane, ScaledMap
 
 Opacity = float | Literal["map"]
 Mask = NDArray[np.bool_]
@@ -197,8 +197,9 @@ def paint_layer(frame: Frame, *style: Any) -> Image.Image:
 
 
 def colorize(values: Plane, scaled: ScaledMap, colormap: str | None) -> Image.Image:
-    """Return the colours of resized values of a scaled map, in RGB."""
-    colors = Image.fromarray(table_entries(values, scaled.sign))
+    """Return the colours of resized values of a scaled map, in RGB: the nearest entries of its table."""
+    base, gain = (CENTRE, 127) if scaled.sign == "signed" else (0, 255)  # zero is the centre of a signed table
+    colors = Image.fromarray((values * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8))
     colors.putpalette(scaled.colors(colormap).tobytes())
     return colors.convert("RGB")
 
@@ -354,12 +355,6 @@ def corners(area: Area) -> tuple[int, int, int, int]:
     """Return the left, upper, right and lower edge of an area."""
     rows, columns = area
     return columns.start, rows.start, columns.stop, rows.stop
-
-
-def table_entries(values: Plane, sign: Sign) -> Pixels:
-    """Return the nearest table entry of each scaled value; zero is the centre of a signed table."""
-    base, gain = (CENTRE, 127) if sign == "signed" else (0, 255)
-    return (values * np.float32(gain) + np.float32(base + 0.5)).astype(np.uint8)
 
 
 def probability(explanation: Explanation) -> list[str]:

@@ -6,6 +6,7 @@ import io
 import os
 import struct
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -16,7 +17,7 @@ from PIL import ExifTags, Image
 from ..attribution.explanation import Explanation, Sign
 from ..attribution.heatmap import significance, single_images
 from ..errors import RenderError
-from ..io.atomic_write import SOFTWARE, atomic_write
+from ..io.atomic_write import SOFTWARE, write_by_suffix
 from ..io.inputs import ImageLike
 from ..validation import check_integer, check_number
 from .blending import Opacity, cut_out, frame_of, paint, paint_layer, require_one, shrink
@@ -165,15 +166,10 @@ def save_drawing(image: Image.Image, path: str | os.PathLike[str]) -> Path:
     times faster than by Pillow; JPEG and WebP have quality 90. The metadata name the toolkit; see `is_drawing`.
 
     Raises:
-        RenderError: The suffix is not .png, .jpg, .jpeg or .webp.
+        MethodError: The suffix is not .png, .jpg, .jpeg or .webp.
         OSError: The folder is missing, or not writable.
     """
-    path = Path(path)
-    if path.suffix.lower() not in DRAWING_SUFFIXES:
-        raise RenderError(f'cannot write "{path.name}": its suffix must be one of {", ".join(DRAWING_SUFFIXES)}')
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(encode_drawing(image, path.suffix.lower()))
-    return path
+    return write_by_suffix(path, {suffix: partial(encode_drawing, image, suffix) for suffix in DRAWING_SUFFIXES})
 
 
 def encode_drawing(image: Image.Image, suffix: str) -> bytes:

@@ -124,6 +124,11 @@ def color_table(name: str, centred: bool = False) -> Pixels:
     return colors
 
 
+def hex_colors(name: str, *, centred: bool = False) -> list[str]:
+    """Return the colours of `color_table` as "#rrggbb"."""
+    return ["#{:02x}{:02x}{:02x}".format(*row) for row in color_table(name, centred=centred).tolist()]
+
+
 @dataclass(frozen=True, slots=True)
 class ScaledMap:
     """Map of one image, scaled from its floor to its limit: -1..1 if it is signed, else 0..1."""

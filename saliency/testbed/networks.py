@@ -41,7 +41,9 @@ class UNet(nn.Module):
     https://arxiv.org/abs/1505.04597.
 
     Args:
-        outputs: The number of maps: the background and one for each class; or 1 for a single class.
+        outputs: The number of maps: the background and one for each class; 1 for a single class; or a heatmap for each
+            keypoint, whose maximum is 1 at its position (Xiao et al., "Simple Baselines for Human Pose Estimation and
+            Tracking" (2018), https://arxiv.org/abs/1804.06208).
         stride: The pixels per cell of the output: 1, or 2 to leave out the last upsampling.
     """
 
@@ -64,15 +66,6 @@ class UNet(nn.Module):
             x = level(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1))
         logits: Tensor = self.head(x)
         return logits
-
-
-def keypoint_network(outputs: int = len(KEYPOINTS)) -> nn.Module:
-    """Return a U-Net with a heatmap of 32 x 32 cells for each keypoint; the maximum is 1 at its position.
-
-    Source: Xiao et al., "Simple Baselines for Human Pose Estimation and Tracking" (2018),
-    https://arxiv.org/abs/1804.06208.
-    """
-    return UNet(outputs, stride=2)
 
 
 class Backbone(nn.Module):
@@ -525,7 +518,7 @@ NETWORKS = {
     "shapes_circles": DrawnNetwork(partial(UNet, 1), ("circle",)),
     "shapes_detector": DrawnNetwork(Detector, OBJECTS),
     "shapes_queries": DrawnNetwork(QueryDetector, OBJECTS),
-    "shapes_keypoints": DrawnNetwork(keypoint_network, KEYPOINTS),
+    "shapes_keypoints": DrawnNetwork(partial(UNet, len(KEYPOINTS), stride=2), KEYPOINTS),
     "shapes_volume": DrawnNetwork(volume_cnn, SOLIDS, None),
     "shapes_rgbd": DrawnNetwork(ColourAndDepth, preprocess={"rgb": PREPROCESS}),
     "shapes_policy": DrawnNetwork(Policy, None, dict.fromkeys(CAMERAS, PREPROCESS)),

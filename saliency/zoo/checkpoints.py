@@ -12,7 +12,7 @@ from textwrap import shorten
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, errors_as
 
 SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar"})
 Build = Callable[[int | None], nn.Module]  # number of classes, None for the default -> a model with random weights
@@ -73,26 +73,19 @@ def load_checkpoint(build: Build, path: Path) -> tuple[nn.Module, int | None]:
 
 
 def _read_safetensors(path: Path) -> object:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with errors_as(ModelError, f"{path} is damaged or not a safetensors file"):
         return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
 def _read_pickle(path: Path) -> object:
-    try:
-        with warnings.catch_warnings():  # torch warns about a pickle of an unusual protocol, then refuses it
-            warnings.simplefilter("ignore")
+    # torch warns about a pickle of an unusual protocol, then refuses it. It may raise any error for unknown bytes.
+    with errors_as(ModelError, f"{path} is damaged or not a checkpoint"), warnings.catch_warnings(action="ignore"):
+        try:
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ModelError(_why_refused(path, error)) from error
-    except Exception as error:
-        # The reader may raise any error for unknown bytes.
-        reason = str(error).split("\n")[0]
-        raise ModelError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {reason}") from error
+        except pickle.UnpicklingError as error:
+            raise ModelError(_why_refused(path, error)) from error
 
 
 def _why_refused(path: Path, error: pickle.UnpicklingError) -> str:

@@ -40,7 +40,7 @@ def test_a_case_has_shares_and_one_overlay(
 
 
 def test_what_is_of_one_image_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--sheet", "--save", "--trust"):
+    for option in ("--sheet", "--maps", "--trust"):
         assert main([*words, option]) == 2
         assert "are for models of one image, and" in capsys.readouterr().err
     assert main([*words[:2], *words[3:]]) == 1

@@ -176,7 +176,6 @@ def test_nothing_is_computed_that_was_not_asked_for(
         (["--gradients", "weights"], "invalid choice: 'weights' (choose from 'layers', 'parameters')"),
         (["--depth", "0"], "--depth=0 is not a whole number of at least 1"),
         (["--depth", "two"], "two: expected a whole number: levels of nested layers"),
-        (["--depth", "2", "--all"], "not allowed with argument"),
         (["--image", "missing.jpg"], "missing.jpg' cannot be read"),
     ],
 )

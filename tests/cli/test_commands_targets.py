@@ -133,7 +133,6 @@ def test_all_detections_of_a_folder_are_drawn_and_an_empty_photo_is_no_failure(r
         ("-t text:", 'got the target "text:"; expected text: before a text'),
         ("-t box:0 -t box:1", "got the targets box:0, box:1; several targets are possible only as texts"),
         ("-t text:cat -t box:1", "got the targets text:cat, box:1; several"),
-        ("-t box:0 --targets list.csv", "argument --targets: not allowed with argument -t/--target"),
         ("--detections 0", "detections=0 is not a whole number of at least 1"),
         ("--detections every", "argument --detections: every"),
         ("--detections all -t box:0", "detections= explains boxes of all detections; target= can only be their class"),

@@ -103,7 +103,7 @@ def test_an_error_is_one_message(session: Session) -> None:
     page.ask("image", {}, [b"no image"])
     ((error, _),) = page.read()
     assert "image" in error["error"]
-    assert error["kind"] == "ImageError"
+    assert error["error_kind"] == "ImageError"
 
 
 def test_a_map_of_many_passes_is_cancelled_while_it_runs(session: Session) -> None:

@@ -729,7 +729,7 @@ def test_deep_taylor_is_z_plus_with_a_box_at_the_pixels() -> None:
 def test_the_command_line_sets_composite_and_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share_models(monkeypatch)
     words = ["--method", "lrp", "--set", "composite=gamma", "--layer", "blocks.4", "--out"]
-    assert main(["explain", str(COFFEE), "--save", *words, str(tmp_path / "one")]) == 0
+    assert main(["explain", str(COFFEE), "--maps", *words, str(tmp_path / "one")]) == 0
     found = Explanation.load(next((tmp_path / "one").glob("*.safetensors")))
     assert (found.layer, found.settings["composite"]) == ("blocks.4", "gamma")
     assert found.values.shape == (1, 1, 14, 14)

@@ -19,7 +19,7 @@ import saliency
 from saliency import Matches, contact_sheet, figure, ledger_table
 from saliency.attribution.explanation import Explanation, Sign, joined
 from saliency.attribution.heatmap import heatmap, significance, standard_error
-from saliency.errors import RenderError
+from saliency.errors import MethodError, RenderError
 from saliency.io.geometry import Frame
 from saliency.render.blending import Opacity, blend
 from saliency.render.overlay import cutout, overlay, save_drawing
@@ -234,7 +234,7 @@ def test_the_suffix_names_the_format(tmp_path: Path, suffix: str, kind: str) -> 
 
 def test_an_unknown_suffix_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
     for name in ("photo.gif", "photo"):
-        with pytest.raises(RenderError, match=r"\.png"):
+        with pytest.raises(MethodError, match=r"\.png"):
             save_drawing(noise(3, 3), tmp_path / name)
     assert not list(tmp_path.iterdir())
 

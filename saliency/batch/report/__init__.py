@@ -10,6 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
@@ -21,14 +22,13 @@ from ...errors import RenderError, warn
 from ...frontend import read, scripts, styles
 from ...io.atomic_write import durable_write, inside
 from ...render.blending import MOST_OPACITY
-from ...render.scaling import color_table
+from ...render.scaling import hex_colors
 from ..failures import BatchError
 from ..manifest import MANIFEST, Row, read_rows
 from ..store import EVALUATION, GROUPS, PAGE, locked, read_json, read_run, write_head
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
 COMPARISON = {"rows": [dict], "differences": [dict], "notes": [str], "curves": [dict], "results": [dict]}
-COLOURS = 17  # colours per colour bar; the browser interpolates between them
 
 # Columns of the manifest that the page shows, per image and per row.
 _ENTRY = ("index", "source", "id", "width", "height", "input_width", "input_height", "box", "thumbnail")
@@ -182,13 +182,9 @@ def address(path: str) -> str | None:
 @cache
 def colours(name: str, signed: bool) -> list[str] | None:
     """Return the colours of a bar from low to high as "#rrggbb"; None for a colormap unknown to this process."""
-    try:
-        colors = color_table(name, centred=signed)
-    except RenderError:
-        return None
-    low = 1 if signed else 0
-    indices = [low + round(i * (255 - low) / (COLOURS - 1)) for i in range(COLOURS)]
-    return ["#{:02x}{:02x}{:02x}".format(*row) for row in colors[indices].tolist()]
+    with suppress(RenderError):
+        return hex_colors(name, centred=signed)[int(signed) :]
+    return None
 
 
 def _policy(style: str, script: str) -> str:

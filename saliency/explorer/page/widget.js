@@ -25,7 +25,7 @@ function widgetTransport(model) {
       for (;;) {
         while (!received.length && !signal?.aborted) await new Promise((resolve) => (wake = resolve));
         if (signal?.aborted) return;
-        const { answer, type, error, kind, end, buffers } = received.shift();
+        const { answer, type, error, error_kind: kind, end, buffers } = received.shift();
         if (error != null) throw Object.assign(new Error(error), { kind });
         if (end) return;
         yield withBuffer(answer, type, buffers[0]);
