@@ -89,10 +89,9 @@ def _read_pickle(path: Path) -> object:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(_why_refused(path, error)) from error
-    except Exception as error:
-        # The reader may raise any error for unknown bytes.
-        reason = str(error).split("\n")[0]
-        raise ModelError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {reason}") from error
+    except Exception as error:  # the reader may raise any error for unknown bytes
+        reason = str(error).split("\n")[0] if isinstance(error, RuntimeError) else "unknown bytes"
+        raise ModelError(f"{path} is damaged or not a checkpoint: {reason}") from error
 
 
 def _why_refused(path: Path, error: pickle.UnpicklingError) -> str:
