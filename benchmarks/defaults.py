@@ -111,14 +111,41 @@ def measure(name: str, model: nn.Module, cases: list[Case], window: tuple[int, i
         print(f"| `{type(method).__name__}` | {np.nanmean(shares):.2f} ± {error:.2f} |", flush=True)
 
 
+def measure_field(name: str, model: nn.Module, x: Tensor) -> None:
+    """Print how far the cells of the layer of CAMs read: means of 5 cells."""
+    layer, outputs = saliency.GradCAM(model).attribute(x, lambda output: output.flatten(1)[:, 0]).layer, list[Tensor]()
+    module = model.get_submodule(layer or "")
+    handle = module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    x = x.clone().requires_grad_()
+    model(x)
+    handle.remove()
+    sizes, pixels, shares = outputs[0].shape[2:], [], []
+    for corner in ((0.0, 0.0), (0.0, 0.99), (0.5, 0.5), (0.5, 0.0), (0.99, 0.99)):
+        row, column = (int(size * part) for size, part in zip(sizes, corner, strict=True))
+        (gradient,) = torch.autograd.grad(outputs[0][0, :, row, column].square().sum(), x, retain_graph=True)
+        centre = (row + 0.5) / sizes[0], (column + 0.5) / sizes[1]
+        axes = [(torch.arange(n) + 0.5) / n - middle for n, middle in zip(x.shape[2:], centre, strict=True)]
+        far = torch.maximum(*torch.meshgrid(*(axis.abs() for axis in axes), indexing="ij")) > 0.25
+        values = gradient[0].abs().sum(0)
+        pixels.append(float((values > 0).float().mean()))
+        shares.append(float(values[far].sum() / values.sum()))
+    print(f"| {name} | {np.mean(pixels):.2f} | {np.mean(shares):.2f} |", flush=True)
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print all tables."""
     warnings.simplefilter("ignore")
     reader, letters = recogniser()
     measure("letters of PP-OCRv4", reader, list(letters_of(reader, letters)), (48, 16), (48, 8))
     faces = import_module("facenet_pytorch").MTCNN(device="cpu").onet
     model = Part(faces, 1)
-    measure("points of O-Net", model, list(points_of(model, Part(faces, 2))), (12, 12), (4, 4))
+    points = list(points_of(model, Part(faces, 2)))
+    measure("points of O-Net", model, points, (12, 12), (4, 4))
+    lite: Any = saliency.load("efficientnet_lite0")
+    print("\n| network | pixels that a cell reads | gradient beyond a quarter of the image |\n|---|---|---|")
+    measure_field("EfficientNet-Lite0", lite, lite.preprocess(Image.open("assets/chelsea.jpg"))[None])
+    measure_field("PP-OCRv4", reader, next(letters_of(reader, letters))[0])
+    measure_field("O-Net", model, points[0][0])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 
 import saliency
 from benchmarks.timing import Contender, interleaved, ratio, verdict, wall_ratio
-from saliency.inspection.layer_table import layer_table
+from saliency.inspection.layers import layer_table
 
 MODELS = ("resnet50", "efficientnet_lite0")
 LIMIT = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import saliency
 from benchmarks.memory import status
 from benchmarks.timing import interleaved, ratio, verdict, wall_ratio
-from saliency.inspection.record import PARTS, record
+from saliency.inspection.recording import PARTS, record
 
 FORWARD, BOTH = 1.15, 1.25
 CALLS = 100

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from .aliases import answer_keywords
+from .calls import answer_calls
 from .errors import did_you_mean
 
 compiled: Callable[[object, str | None], object]
@@ -35,7 +35,7 @@ def attach(
         if homes[name] == ".":
             return import_module(f".{name}", package)
         home = import_module(homes[name], package)
-        value: object = answer_keywords(getattr(home, name))
+        value: object = answer_calls(getattr(home, name))
         # Also where it is defined, where `pickle` finds it.
         vars(home)[name] = vars(sys.modules[module])[name] = value
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -17,6 +18,7 @@ SIGNS: tuple[Sign, ...] = get_args(Sign)
 """The signs with which a map is drawn: its positive values, all values, or magnitudes."""
 
 _LONGEST = 80  # characters of a value in an error
+_OBJECT = re.compile(r"^<|\n|\b(tensor|array)\(")
 _Choice = TypeVar("_Choice")
 _Entry = TypeVar("_Entry")
 
@@ -44,13 +46,14 @@ class Registry(dict[str, _Entry]):
             kind, own = type(name).__name__, getattr(name, "name", "")
             raise MethodError(f'got a {kind}; pass its name, "{own}", and its options apart')
         if not isinstance(name, str) or name not in self:
-            raise MethodError(self._missing(name if isinstance(name, str) else described(name)))
+            raise MethodError(self._missing(name))
         return self[name]
 
-    def _missing(self, name: object) -> str:
-        for nearest in matches(str(name), f"{self._noun}s"):
+    def _missing(self, value: object) -> str:
+        name = value if isinstance(value, str) else described(value)
+        for nearest in matches(name, f"{self._noun}s"):
             return f'no {self._noun} "{name}"; not offered here; nearest: {nearest}'
-        hint = did_you_mean(str(name), self) or f"; the {self._noun}s are {', '.join(self)}"
+        hint = did_you_mean(name, self) or f"; the {self._noun}s are {', '.join(self)}"
         return f'no {self._noun} "{name}"{hint}'
 
 
@@ -135,11 +138,13 @@ def check_path(option: str, value: object) -> Path:
 
 
 def described(value: object) -> str:
-    """Return a value for an error message: its type, and its shape if it has one, instead of a long text."""
+    """Return a value for an error message: an object or a long text as its type, and its shape if it has one."""
     text, name = repr(value), type(value).__name__
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if shape := getattr(value, "shape", ()):
         return f"{name} of shape {tuple(shape)}"
-    return text if len(text) <= _LONGEST and "\n" not in text else name
+    return name if len(text) > _LONGEST or _OBJECT.search(text) else text
 
 
 def is_integer(value: object, least: int | None = 1) -> TypeGuard[SupportsInt]:

@@ -178,6 +178,42 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: API.testing.assert_same_explanation("x.safetensors", METHOD.attribute(IMAGE)),
         "takes an Explanation",
     ),
+    "an option of another type": (
+        lambda: API.generate(MODEL, len, IMAGE, "a", canvas=5),
+        "canvas=5: expected Callable[",
+    ),
+    "a truth value of many values": (
+        lambda: API.contact_sheet([[METHOD.attribute(IMAGE)]], shared=X),
+        "contact_sheet: shared=Tensor of shape (1, 3, 32, 32): expected bool",
+    ),
+    "a result that is built from other values": (
+        lambda: API.Comparison(5),
+        "results=5: expected Iterable[MetricResult]",
+    ),
+    "an argument too many": (lambda: API.keep_memory(5), "too many positional arguments; it takes no arguments"),
+    "a model without its name": (lambda: API.testing.Snapshot(MODEL), "it takes **objects"),
+    "no image to overlay": (
+        lambda: API.overlay(),
+        "missing a required argument: 'explanations'; it takes explanations,",
+    ),
+    "a method of a result": (
+        lambda: API.Explanation.load(file="x"),
+        'load has no argument "file"; the options are path',
+    ),
+    "an unknown argument of a comparison": (
+        lambda: API.compare([METHOD], IMAGE, 0, "gini", device="cpu"),
+        'a metric has no argument "device"; move the model',
+    ),
+    "an image of a model with several inputs": (
+        lambda: API.GradCAM(API.load("shapes_rgbd")).attribute(IMAGE),
+        'a preprocessing for each input, rgb; name the inputs: {"rgb": image, ...}, on the command line rgb=FILE',
+    ),
+    "a class as an option": (lambda: API.RISE(MODEL, passes=int), "passes=the class int is not a whole number"),
+    "an object as an option": (lambda: API.RISE(MODEL, passes=object()), "passes=object is not a whole number"),
+    "a figure into no folder": (
+        lambda: API.figure(METHOD.attribute(IMAGE)).savefig("nofolder/x.png"),
+        "cannot write x.png: there is no folder nofolder",
+    ),
     "a file before its explanation": (lambda: API.overlay("x.jpg", None), "overlay(explanation, image)"),
 }
 
@@ -189,6 +225,14 @@ def test_a_wrong_call_names_the_cure(case: str) -> None:
         call()
     assert "tensor(" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_of_the_user_is_raised_unchanged_if_the_arguments_have_their_types() -> None:
+    def fail(image: Image.Image) -> torch.Tensor:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        API.Together(API.GradCAM(MODEL)).attribute(X, fail)
 
 
 def test_the_image_of_attribute_is_shown_as_required() -> None:

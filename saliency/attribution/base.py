@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import lazy
-from ..aliases import answered_on_class, known_keywords, refuse_keywords
+from ..calls import answered_on_class, known_keywords, refuse_keywords
 from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
 from ..io.axes import as_text
 from ..io.geometry import Frame

@@ -292,6 +292,7 @@ class Explanation(BatchAttribution):
             ExplanationError: The file is missing, damaged, or of another kind, or one of its images exceeds the size
                 limit.
         """
+        path = check_path("path", path)
         with errors_as(ExplanationError, f"{path}: not a readable explanation"):
             with safe_open(str(path), framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get("saliency", "null"))

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..aliases import answer_keywords
+from ..calls import answer_calls
 from ..validation import SIGNS
 from .failures import BatchError, StoppedError, writing_to
 from .options import FORMATS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
@@ -46,7 +46,7 @@ __all__ = ["FORMATS", "SIGNS", "BatchError", "OverlayStyle", "Progress", "Stoppe
 
 # Here and in `evaluate`, the options of a run are spelled out: editors and type checkers cannot read a signature that a
 # decorator builds, and a `TypedDict` would repeat the list without the defaults.
-@answer_keywords
+@answer_calls
 def batch(
     sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any],
     out: str | os.PathLike[str],

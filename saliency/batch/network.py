@@ -26,7 +26,7 @@ from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotA
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
 from ..io.inputs import Batch, Prepare
-from ..io.preprocess import Preprocess, TransformPreprocess, drawable, locate
+from ..io.preprocess import Preprocess, as_preprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..model.call import is_out_of_memory, name_subjects, prepared_for_attribution, reference_tensor, run_model
 from ..targets.boxes import BoxTarget, box
@@ -34,6 +34,7 @@ from ..targets.classes import Located, class_index
 from ..targets.language import parse_target
 from ..targets.question import Target
 from ..targets.regions import Keypoint, Region
+from ..validation import described
 from ..zoo import load
 from .failures import BatchError, attempt, error_columns
 from .listing import ImageEntry
@@ -201,7 +202,7 @@ class Network:
                 return LoadedImage(slot, None, target, x, volume=volume)
             image = slot.entry.open()
             to_draw = image if image.width * image.height <= most_pixels else None
-            prepare = cast("Preprocess | TransformPreprocess", self.preprocess)  # `Run.execute` requires it
+            prepare = as_preprocess(cast("Preprocess", self.preprocess))  # `Run.execute` requires it
             x, input_box = prepare(image), locate(prepare, image)
             if isinstance(target, BoxTarget | Region | Keypoint):
                 target = Located(target, (Geometry(input_box, image.size, (x.shape[-2], x.shape[-1])),))
@@ -327,8 +328,9 @@ def find_devices(names: str, model: str | nn.Module) -> list[torch.device]:
         if isinstance(model, str):
             return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
         return [device_of(model)]
-    with _device_errors(f'no device "{names}"', "auto, cpu, cuda, mps or cuda:0,cuda:1"):
-        return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in str(names).split(",")]
+    text = str(names) if isinstance(cast("object", names), str | torch.device) else described(names)
+    with _device_errors(f'no device "{text}"', "auto, cpu, cuda, mps or cuda:0,cuda:1"):
+        return [torch.empty(0, dtype=torch.uint8, device=name.strip()).device for name in text.split(",")]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..aliases import answer_keywords
+from ..calls import answer_calls
 from ..validation import SIGNS, Sign, check_choice, check_integer, check_number, described
 from .failures import BatchError
 
@@ -86,7 +86,7 @@ class Summary:
     repeated: Counter[str] = field(default_factory=Counter)
 
 
-@answer_keywords
+@answer_calls
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlayStyle:
     """Style of overlays; see `saliency.overlay`.
@@ -196,7 +196,7 @@ class NetworkOptions(Options):
         if not self.methods:
             raise BatchError("methods=(): expected a list of names, such as ['grad_cam']")
         if len(set(self.methods)) < len(self.methods):
-            raise BatchError(f"methods={list(self.methods)}: a method occurs twice")
+            raise BatchError(f"methods={described([*self.methods])}: a method occurs twice")
         target = self.target
         if isinstance(target, str) and ":" in target:  # a finished run with a class does not import torch
             from ..targets.language import parse_target

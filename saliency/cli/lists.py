@@ -18,7 +18,7 @@ from ..attribution.base import Attribution, get_method, source, summary
 from ..attribution.options import declared_options
 from ..errors import did_you_mean
 from ..inspection import activation_statistics, gradient_statistics, layer_table
-from ..inspection.layer_table import LayerRow, LayerTable
+from ..inspection.layers import LayerRow, LayerTable
 from ..io.inputs import read
 from ..methods import METHODS
 from ..model.call import categories_of, prepared_for_attribution, reference_tensor

@@ -24,8 +24,7 @@ from ..attribution.estimates import tied_ranks
 from ..attribution.explanation import Explanation
 from ..errors import ImageError, MethodError, errors_as, plural
 from ..io.atomic_write import write_by_suffix
-from ..io.inputs import ImageLike, ImagesLike, open_image, split_images
-from ..io.preprocess import drawable
+from ..io.inputs import ImageLike, ImagesLike, read_mask, split_images
 from ..model.answer import Answer
 from ..tables import Column, Table, number
 from ..targets.classes import TargetLike
@@ -617,7 +616,7 @@ def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
     """
     if not isinstance(mask, str | os.PathLike | Image.Image):
         return torch.as_tensor(mask, device="cpu")
-    drawn, frame = drawable(open_image(mask)), explanation.frames[0]
+    drawn, frame = Image.fromarray(read_mask(mask)), explanation.frames[0]
     if frame is None or frame.image.size != drawn.size:
         size = "a tensor" if frame is None else "x".join(map(str, frame.image.size))
         raise ImageError(
@@ -625,7 +624,7 @@ def _mask_as_seen(mask: Any, explanation: Explanation) -> Tensor:
         )
     height, width = explanation.input_size
     seen = drawn.transform((width, height), Image.Transform.EXTENT, frame.box)
-    return torch.as_tensor(np.asarray(seen).any(-1), device="cpu")
+    return torch.as_tensor(np.array(seen), device="cpu")
 
 
 def _box_mask(boxes: Any, explanation: Explanation) -> Image.Image | Tensor:

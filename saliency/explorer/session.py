@@ -735,10 +735,11 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
             return [(printable(entry.label), lambda draft, entry=entry: entry.open_inputs()) for entry in entries]
         return [("your inputs", lambda draft: images)]
     if isinstance(images, str | os.PathLike):
-        entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
+        listed = find_images(images, recursive=True).entries
+        entries = [entry for entry in listed if entry.exists() and not entry.is_volume]
         if not entries:
             raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
-        return [(printable(entry.label), entry.open) for entry in entries if not entry.is_volume]
+        return [(printable(entry.label), entry.open) for entry in entries]
     return [
         (
             printable(PurePath(os.fsdecode(image)).name) if isinstance(image, str | os.PathLike) else f"image {index}",

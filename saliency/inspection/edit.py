@@ -24,7 +24,7 @@ from ..model.layers import named_layers
 from ..validation import check_choice
 from .arguments import LayersLike, is_pattern, require_hookable, select_layers
 from .edit_rules import EditRule, EditRuleLike, apply_rules, as_rules
-from .record import HookBlock
+from .recording import HookBlock
 
 _MOST_LABELS = 12  # in a warning
 _EditRules = tuple[EditRule, ...]

@@ -8,8 +8,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self, TypeGuard
@@ -20,6 +20,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from ..errors import ImageError, NonFiniteError, errors_as, warn
+from ..validation import check_mask
 from .atomic_write import ADDRESS, is_address, is_volume
 from .dicom import SUFFIX, holds_frames, holds_series, read_dicom
 from .geometry import Frame
@@ -38,7 +39,8 @@ _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF
 for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "WebP"):
     importlib.import_module(f"PIL.{_plugin}ImagePlugin")  # registers the format in Image.OPEN
 
-_UNREADABLE = "is damaged, or of a kind that Pillow cannot read (convert it to PNG)"
+_UNSUPPORTED = re.compile(r"unknown pixel mode|cannot handle|unsupported|not identified|\d+$", re.IGNORECASE)
+"""Errors of Pillow for healthy files of a kind that it does not read. A number is the compression of a TIFF file."""
 _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx|(mif1|msf1)(?!.*avi[fs]))", re.DOTALL)
 _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
@@ -77,6 +79,15 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS, draft: int | N
         return _open_file(image, max_pixels)
     kinds = "a path, an open file, bytes, a PIL image, a uint8 array (H, W, 3), a tensor, or a list of these"
     raise ImageError(f"{type(image).__name__} is not an image; expected {kinds}")
+
+
+def read_mask(image: ImageLike) -> np.ndarray[Any, Any]:
+    """Return where a mask is not black (H, W). Raises ImageError for labels, several values of one deep channel."""
+    mask: np.ndarray[Any, Any] = np.array(open_image(image))
+    if mask.ndim == 3:
+        return np.asarray(mask.any(-1))
+    check_mask(torch.as_tensor(mask, device="cpu"), ImageError)
+    return np.asarray(mask != 0)
 
 
 def _open_path(path: str | os.PathLike[str], max_pixels: int, draft: int | None) -> Image.Image:
@@ -128,7 +139,7 @@ def decode(file: IO[bytes], name: str, max_pixels: int = MAX_PIXELS, draft: int 
         hint = " but XML, as SVG drawings are; save it as PNG" if _XML.match(head) else hint
         raise ImageError(f"{name!r} {problem}{hint}")
     file.seek(0)
-    with errors_as(ImageError, f"{name!r} {_UNREADABLE}"):
+    with _decoding(repr(name)):
         image = accepting[0](file, name)
         # TIFF has pages, and MPO views of one photo.
         is_animation = image.format in ("AVIF", "GIF", "PNG", "WEBP") and getattr(image, "is_animated", False)
@@ -145,14 +156,26 @@ def encode(image: Image.Image, format: str, **options: int) -> bytes:
     return file.getvalue()
 
 
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Raise ImageError for any error of Pillow: the file is of a kind that it does not read, or is damaged."""
+    with errors_as(ImageError, f"{name} is damaged"):
+        try:
+            yield
+        except (SyntaxError, OSError) as error:
+            if _UNSUPPORTED.match(str(error)):
+                raise ImageError(f"{name} is of a kind that Pillow cannot read ({error}); convert it to PNG") from error
+            raise
+
+
 def _decode_checked(image: Image.Image, name: str, max_pixels: int, draft: int | None = None) -> Image.Image:
-    """Check the size, then decode and convert. Every Pillow error becomes an ImageError."""
+    """Check the size, then decode and convert."""
     width, height = image.size
     if width < 1 or height < 1:
         raise ImageError(f"{name} has no pixels: it is {width} x {height}")
     if width * height > max_pixels:
         raise ImageError(f"{name} has {width} x {height} pixels, more than the limit of {max_pixels}; resize it first")
-    with errors_as(ImageError, f"{name} {_UNREADABLE}"):
+    with _decoding(name):
         if draft is not None:
             image.draft(None, (draft, draft))
         return _without_metadata(_apply_orientation(image))

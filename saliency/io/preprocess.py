@@ -244,7 +244,7 @@ class Preprocess:
         """
         if config.get("input_size") is None:
             hint = f"fields of saliency.Preprocess: {', '.join(option.name for option in fields(cls))}"
-            raise ImageError(f'{dict(config)} has no "input_size"; pass model.pretrained_cfg of timm, or {hint}')
+            raise ImageError(f'{[*config]} has no "input_size"; pass model.pretrained_cfg of timm, or {hint}')
         channels, *size = (3, *config["input_size"])[-3:]
         if channels not in (1, 3):
             raise ImageError(f"the model takes {channels} channels, an image has 3 or 1; pass a float tensor")
@@ -473,6 +473,10 @@ def as_preprocess(like: PreprocessLike) -> Preprocess | TransformPreprocess:
         return like
     if isinstance(like, Mapping):
         names = {option.name for option in fields(Preprocess)}
+        if any(isinstance(prepare, Preprocess | TransformPreprocess) for prepare in like.values()):
+            inputs, first = " and ".join(map(str, like)), next(iter(like))
+            named = f'{{"{first}": image, ...}}, on the command line {first}=FILE'
+            raise ImageError(f"the model has a preprocessing for each input, {inputs}; name the inputs: {named}")
         return Preprocess(**like) if names.issuperset(like) else Preprocess.from_timm(like)
     if _is_torchvision_preset(like):
         return Preprocess.from_torchvision(like)

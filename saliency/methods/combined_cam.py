@@ -76,9 +76,10 @@ class GuidedGradCAM(LayerAttribution):
 
 
 def _layer_names(method: Attribution, layers: Any) -> tuple[str, ...]:
-    if isinstance(layers, str) or not isinstance(layers, Iterable) or not layers:
+    listed = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else ()
+    if not listed:
         raise LayerError(f"{method.name} takes a list of layers, got {described(layers)}")
-    return tuple(layer_name(method, layer) for layer in layers)
+    return tuple(layer_name(method, layer) for layer in listed)
 
 
 class _LayerFusion(TracedAttribution):

@@ -9,11 +9,11 @@ from typing import Any, Never, get_args
 import torch
 from torch import Tensor
 
-from ..aliases import known_keywords, refuse_keywords
 from ..attribution.base import Attribution
 from ..attribution.estimates import normal
 from ..attribution.explanation import Explanation, Matches, Product
 from ..attribution.passes import chunk_size
+from ..calls import known_keywords, refuse_keywords
 from ..errors import MethodError, TargetError, plural
 from ..io.axes import at_least_float32
 from ..io.inputs import Batch, ImagesLike

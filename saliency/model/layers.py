@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -637,10 +637,9 @@ def given_layout(function: LayoutFunction, tensor: Tensor) -> Layout:
         LayerError: The function does not return maps.
     """
     maps = function(tensor)
-    if maps.dim() not in (4, 5) or len(maps) != len(tensor):
-        raise LayerError(
-            f"layout: expected maps ({len(tensor)}, K, h, w) of {tuple(tensor.shape)}, got {tuple(maps.shape)}"
-        )
+    if not isinstance(cast("object", maps), Tensor) or maps.dim() not in (4, 5) or len(maps) != len(tensor):
+        expected = f"expected maps ({len(tensor)}, K, h, w) of {tuple(tensor.shape)}"
+        raise LayerError(f"layout: {expected}, got {described(maps)}")
     return Layout("given", tuple(maps.shape[2:]), function=function)
 
 

@@ -221,8 +221,8 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     if keep is not None:
         hidden = weight.size - max(1, round(weight.size * keep))
         weight = ((weight >= np.partition(weight, hidden, axis=None)[hidden]) & (weight > 0)).astype(np.float32)
-    with errors_as(RenderError, f'background "{background}" is not a colour, as a name or "#rrggbb"'):
-        color = ImageColor.getcolor(str(background), "RGB")
+    with errors_as(RenderError, f'background={described(background)} is not a colour, as a name or "#rrggbb"'):
+        color = ImageColor.getcolor(described(background).strip("'"), "RGB")
     drawing = as_drawing(Image.new("RGB", frame.image.size, color))
     blend(drawing, frame.image.crop(corners(area)), area, weight)
     return drawing

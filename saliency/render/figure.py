@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from ..attribution.features import Features
 from ..attribution.heatmap import method_titles, several, single_images
 from ..attribution.inputs import InputExplanations
 from ..errors import RenderError
+from ..io.atomic_write import require_folder
 from ..io.geometry import Frame
 from ..model.answer import Answer
 from ..model.call import bound
@@ -84,6 +87,8 @@ def new_figure(width: float, height: float, crop: str | None = None) -> Figure:
         """Figure that a notebook shows without pyplot."""
 
         def savefig(self, fname: Any, **kwargs: Any) -> None:
+            if isinstance(fname, str | os.PathLike):
+                require_folder(Path(fname))
             with mpl.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
                 super().savefig(fname, **{"dpi": PRINT_DPI, "bbox_inches": crop, **kwargs})
 

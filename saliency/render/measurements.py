@@ -21,6 +21,7 @@ from ..io.atomic_write import SOFTWARE
 from ..io.axes import require_two_axes
 from ..io.geometry import Frame
 from ..tables import Table
+from ..validation import check_integer
 from .blending import paint, shrink
 from .figure import PRINT_DPI, SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, Panel, as_png, draw_panels, new_figure
 from .notebook import framed
@@ -164,6 +165,7 @@ def draw_attention(layers: Sequence[LayerAttention], *, query: Query = None, ima
     """Draw one row per layer and one column per head: the attention of a query to each patch; see `results.figure`."""
     batch = layers[0].batch
     require_two_axes(batch.inputs, "the figure of attention")
+    check_integer("image", image, least=0, most=len(batch.frames) - 1, error=RenderError)
     height, width = batch.inputs.shape[2:]
     frame = batch.frames[image] or Frame(Image.new("RGB", (width, height)), (0, 0, width, height))
     small, rows = shrink(frame, round(PANEL * PRINT_DPI)), []

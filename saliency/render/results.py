@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack
 
-from ..aliases import option_hint
 from ..attribution.explanation import Explanation, Matches
 from ..attribution.features import Features
 from ..attribution.inputs import InputExplanations
+from ..calls import answer_calls
 from .figure import draw_features, draw_maps, draw_matches
 
 if TYPE_CHECKING:
@@ -85,12 +84,7 @@ def figure(
     Warns:
         SaliencyWarning: A map is nearly even, or below the rounding error, and is drawn as zero.
     """
-    draw = _drawing_of(result)
-    known = [parameter.name for parameter in list(inspect.signature(draw).parameters.values())[1:]]
-    for name in options:
-        if name not in known:
-            raise TypeError(f'figure has no option "{name}" for {type(result).__name__}{option_hint(name, known)}')
-    return draw(result, **options)
+    return answer_calls(_drawing_of(result), "figure")(result, **options)
 
 
 def _drawing_of(result: object) -> Callable[..., Figure]:

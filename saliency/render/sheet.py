@@ -71,7 +71,7 @@ def contact_sheet(
         small = [replace(explanation, frames=(shrink(frame_of(explanation), thumb),)) for explanation in row]
         overlays = [overlay(part, limit=limit, **style) for part, limit in zip(small, limits, strict=True)]
         drawn.append(_SheetRow(row, [frame_of(small[0]).image, *overlays]))
-    return _Sheet(drawn, thumb).draw(["photo", *method_titles(rows[0])])
+    return _Sheet(drawn, thumb).draw(["image", *method_titles(rows[0])])
 
 
 def require_columns(rows: Sequence[Sequence[Explanation]], name: str) -> None:

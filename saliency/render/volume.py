@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import heatmap, require_explanation, resized
-from ..errors import RenderError, plural
+from ..errors import RenderError, errors_as, plural
 from ..io.geometry import Frame
 from ..io.volumes import Volume
 from ..validation import check_choice, check_integer, described
@@ -207,7 +207,8 @@ def _as_pixels(volume: Any, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         RenderError: The volume has another shape.
     """
     numbers = volume.detach().cpu().double() if isinstance(volume, Tensor) else volume
-    values = np.asarray(numbers, np.float64)  # also of arrays that tensors refuse: flipped, or in another byte order
+    with errors_as(RenderError, f"volume={described(volume)} is not an array"):  # tensors refuse flipped arrays
+        values = np.asarray(numbers, np.float64)
     while values.ndim > 3 and len(values) == 1:
         values = values[0]
     colors = values.shape[: values.ndim - 3]

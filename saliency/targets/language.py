@@ -7,11 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args
 
-import numpy as np
-
 from ..errors import TargetError
-from ..io.inputs import open_image
-from ..io.preprocess import drawable
+from ..io.inputs import read_mask
 from .boxes import box
 from .question import Categories, Target
 from .regions import RegionChoice, keypoint, region
@@ -60,7 +57,7 @@ def _parse_region(rest: str) -> Target:
     if where is None or where in get_args(RegionChoice):
         return region(label, where)
     if os.path.isfile(where):  # noqa: PTH113 - unlike Path, never raises
-        return region(label, np.asarray(drawable(open_image(where))).any(-1))
+        return region(label, read_mask(where))
     if (numbers := _numbers(where)) is None:
         raise ValueError(where)
     return region(label, numbers)

@@ -13,14 +13,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..aliases import answer_all
 from ..attribution.options import is_per_input
+from ..calls import answer_calls
 from ..errors import ModelError, did_you_mean
 from ..io.preprocess import PreprocessLike, as_preprocess
 from ..model.dual_encoder import DualEncoder
 from ..validation import described
 from .checkpoints import SUFFIXES, load_checkpoint
 from .libraries import Bundled, HuggingFace, OpenClip, PythonModel, ShapesNetworks, Source, Timm, Torchvision
+
+__all__ = ["ModelListing", "load", "models"]
 
 _LIBRARIES = (Bundled(), ShapesNetworks(), Torchvision(), Timm())  # in the order in which a bare name is looked up
 _SEED = 0
@@ -35,6 +37,7 @@ class ModelListing:
     source: Source
 
 
+@answer_calls
 def load(
     name: str,
     *,
@@ -101,6 +104,7 @@ def load(
     return model
 
 
+@answer_calls
 def models() -> list[ModelListing]:
     """Return every model that `load` can load, bundled models first, under the name that `load` takes."""
     listings: dict[str, ModelListing] = {}
@@ -153,6 +157,3 @@ def _find(name: str) -> tuple[ShapesNetworks | Torchvision | Timm | OpenClip | H
     bare = name.rpartition("/")[2]
     names = [bare_name for library in libraries for bare_name in library.names(tags="." in bare)]
     raise ModelError(f'no model "{name}"{did_you_mean(bare, names) or "; `saliency models` lists them"}')
-
-
-answer_all(__name__)

@@ -80,12 +80,14 @@ def _read_safetensors(path: Path) -> object:
 
 
 def _read_pickle(path: Path) -> object:
-    # torch warns about a pickle of an unusual protocol, then refuses it. It may raise any error for unknown bytes.
-    with errors_as(ModelError, f"{path} is damaged or not a checkpoint"), warnings.catch_warnings(action="ignore"):
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch warns about an unusual protocol, then refuses it
             return torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ModelError(_why_refused(path, error)) from error
+    except pickle.UnpicklingError as error:
+        raise ModelError(_why_refused(path, error)) from error
+    except Exception as error:  # the reader may raise any error for unknown bytes
+        reason = str(error).split("\n")[0] if isinstance(error, RuntimeError) else "unknown bytes"
+        raise ModelError(f"{path} is damaged or not a checkpoint: {reason}") from error
 
 
 def _why_refused(path: Path, error: pickle.UnpicklingError) -> str:

@@ -20,6 +20,7 @@ from saliency.errors import ImageError, MethodError
 from saliency.evaluation.comparison import Comparison, MetricResult, concordance, holm, rank_ranges, sign_flip_test
 from saliency.evaluation.metrics.base import Metric
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
+from saliency.io.inputs import read_mask
 from saliency.metrics import measure
 from saliency.testing import images, tiny_model
 from tests.batchwork import Tiny, noise
@@ -344,8 +345,19 @@ def test_the_target_of_a_comparison_has_the_name_that_it_has_everywhere() -> Non
     method, image = VanillaGradient(Linear()), torch.rand(1, 3, 8, 8)
     named, placed = compare([method], image, target=[1], metrics="gini"), compare([method], image, 1, "gini")
     assert named.results[0].value == placed.results[0].value
-    with pytest.raises(TypeError, match='no argument "targets"; did you mean "target"'):
+    with pytest.raises(TypeError, match='no argument "targets"; it is called target here'):
         compare([method], image, targets=[0], metrics="gini")
+
+
+def test_a_mask_of_16_bits_is_of_one_object(tmp_path: Path) -> None:
+    labels = np.zeros((64, 64), np.uint16)
+    labels[:32] = 1
+    Image.fromarray(labels).save(tmp_path / "mask.png")
+    assert read_mask(tmp_path / "mask.png").tolist() == (labels == 1).tolist()
+    labels[32:] = 5000
+    Image.fromarray(labels).save(tmp_path / "mask.png")
+    with pytest.raises(ImageError, match="the mask has values from 1 to 5000; expected 0 and one other"):
+        read_mask(tmp_path / "mask.png")
 
 
 def test_curves_are_means_over_the_images_that_count() -> None:

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import saliency
 from saliency.errors import LayerError, MethodError, ModelError, NotApplicableError
 from saliency.hooks.manager import HookManager
-from saliency.inspection.layer_table import LayerTable, MultiplyAdds, layer_table
+from saliency.inspection.layers import LayerTable, MultiplyAdds, layer_table
 from saliency.testing import Snapshot
 from tests.commandline import COFFEE
 from tests.models import OwnForward, small_vit, torchvision_models
@@ -441,7 +441,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
-    monkeypatch.setattr(importlib.import_module("saliency.inspection.layer_table"), "time", fake)
+    monkeypatch.setattr(importlib.import_module("saliency.inspection.layers"), "time", fake)
     return fake
 
 
@@ -504,7 +504,7 @@ def test_on_an_accelerator_each_layer_waits_for_what_is_under_way(monkeypatch: p
     waits: list[torch.device] = []
     device = torch.device("cuda:1")
     monkeypatch.setattr(
-        importlib.import_module("saliency.inspection.layer_table"),
+        importlib.import_module("saliency.inspection.layers"),
         "first_tensor",
         lambda tree: SimpleNamespace(device=device),
     )

@@ -21,7 +21,7 @@ from saliency import GradCAM
 from saliency.errors import LayerError, MethodError, NotApplicableError
 from saliency.hooks.pytree import tree_tensors
 from saliency.inspection import ModuleCall, Recording, TensorStatistics
-from saliency.inspection.record import record
+from saliency.inspection.recording import record
 from saliency.testing import Snapshot
 from tests.models import Checkpointed, OwnForward, PooledNet, Raises, sigmoid_net, torchvision_models
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import saliency
 from saliency.errors import ImageError, LayerError, MethodError, ModelError
 from saliency.inspection import edit_activations
-from saliency.inspection.layer_table import layer_table
-from saliency.inspection.record import record
+from saliency.inspection.layers import layer_table
+from saliency.inspection.recording import record
 from saliency.inspection.statistics import (
     ActivationStatistics,
     LayerActivations,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import saliency
 from saliency.errors import ImageError, LayerError, ModelError, NotApplicableError, TargetError
 from saliency.inspection import edit_gradients
-from saliency.inspection.record import record
+from saliency.inspection.recording import record
 from saliency.inspection.statistics import (
     GradientStatistics,
     LayerGradients,

@@ -16,7 +16,7 @@ from saliency.attribution.explanation import Explanation
 from saliency.errors import NotApplicableError, SaliencyWarning
 from saliency.testing import Snapshot, images, tiny_model_for
 from saliency.testing.case import MethodCase, require, require_same, require_same_explanation
-from saliency.testing.checks import run_in_threads
+from saliency.testing.guarantees import run_in_threads
 from saliency.testing.unchanged import with_user_state
 
 

@@ -13,7 +13,7 @@ import saliency
 from saliency import METHODS, Attribution, GradCAM
 from saliency.attribution.base import get_method
 from saliency.testing import checks, images, tiny_model_for
-from saliency.testing.checks import CHECKS
+from saliency.testing.guarantees import CHECKS
 from tests.methods.model_checks import model_checks
 from tests.selection import case, of_each_family
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from saliency import Attribution, GradCAM, GuidedBackprop
 from saliency.hooks.manager import active_scopes
 from saliency.inspection import edit_activations, edit_gradients
-from saliency.inspection.record import record
+from saliency.inspection.recording import record
 from saliency.model import call as call_state
 from saliency.testing import tiny_model
 

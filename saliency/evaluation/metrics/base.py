@@ -14,14 +14,15 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from ...aliases import answered_on_class
+from ...aliases import option_hint
 from ...attribution.base import Attribution, as_setting
 from ...attribution.estimates import generator
 from ...attribution.explanation import Explanation, Setting
 from ...attribution.heatmap import reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, declared_options
 from ...attribution.questions import Questions
-from ...errors import MethodError, did_you_mean, errors_as
+from ...calls import answered_on_class
+from ...errors import MethodError, errors_as
 from ...io.axes import along_axes, gaussian
 from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
@@ -208,7 +209,7 @@ class Subject(SharedResults):
                 "metrics and trust cards are defined for images; this explanation is of a volume or video"
             )
         reduced_maps(explanation, None)  # raises for NaN and infinity
-        self.explanation, self.seed = explanation, seed
+        self.explanation, self.seed = explanation, check_integer("seed", seed, least=None)
         names = CONTROLS if controls is True else (controls,) if isinstance(controls, str) else controls or ()
         self.controls = [check_choice("controls", name, (*CONTROLS, *IMAGE_CONTROLS)) for name in names]
         self.random_controls = check_integer("random_controls", random_controls, least=0)
@@ -548,7 +549,7 @@ def measure(
     """
     parameters = list(inspect.signature(Subject).parameters)
     for name in context.keys() - parameters:
-        raise TypeError(f'measure has no argument "{name}"{did_you_mean(name, parameters)}')
+        raise TypeError(f'a metric has no argument "{name}"{option_hint(name, parameters)}')
     return measurements(resolve_metrics(metrics), Subject(explanation, **context), chunk=chunk, progress=progress)
 
 

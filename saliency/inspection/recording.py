@@ -22,7 +22,7 @@ from ..hooks.pytree import tree_map_tensors, tree_tensors
 from ..model.call import eager, unwrap
 from ..validation import check_choice
 from .arguments import LayersLike, require_hookable, select_layers
-from .moments import TensorStatistics, require_plain
+from .tensor_statistics import TensorStatistics, require_plain
 
 PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
 
