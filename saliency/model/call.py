@@ -102,11 +102,20 @@ class Call(NamedTuple):
     def rows(self, value: Any, x: Tensor) -> Any:
         """Return the rows of an argument for a batch (k, C, H, W); an argument without rows is returned unchanged."""
         shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
-        if self.batch is None or shape[:1] != self.batch.inputs.shape[:1]:
+        if self.batch is None:
             return value
-        images = self.numbers(x)
+        images, count = self.numbers(x), len(self.batch.inputs)
+        if shape[:1] != (count,):
+            return rows_of_states(value, images, count)
         rows = [value[image] for image in images] if isinstance(value, list) else value[images]
         return rows.detach().to(x.device) if isinstance(rows, Tensor) else rows
+
+
+def rows_of_states(value: Any, images: Sequence[int], count: int) -> Any:
+    """Return the rows of a tuple of states (layers, N, H), as of an LSTM; any other value unchanged."""
+    is_tuple = type(value) is tuple and all(isinstance(part, Tensor) and part.dim() == 3 for part in value)
+    has_rows = is_tuple and all(part.shape[1] == count for part in value)
+    return tuple(part[:, images] for part in value) if has_rows else value
 
 
 _NOTHING = Call()

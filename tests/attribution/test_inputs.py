@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict, UserDict
 from functools import partial
 from itertools import permutations
 from math import factorial
@@ -742,15 +743,52 @@ def test_a_list_with_a_tensor_for_each_image_is_divided_by_image(name: str) -> N
         torch.testing.assert_close(both.values[number : number + 1], alone.values)
 
 
-def test_a_tuple_of_states_is_one_argument() -> None:
-    inputs = {"image": torch.randn(2, 3, 12, 12), "boxes": [torch.tensor([[0.0, 0, 5, 5]])] * 2}
-    states = torch.zeros(1, 2, 5), torch.zeros(1, 2, 5)
-    model = Regions().eval()
-    maps = [
-        saliency.VanillaGradient(model).attribute({**inputs, **more}, 1)["image"].values
-        for more in ({}, {"state": states})
-    ]
-    assert torch.equal(*maps)
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "occlusion"])
+def test_a_tuple_of_states_has_a_row_of_each_image_on_its_second_axis(name: str) -> None:
+    torch.manual_seed(0)
+    method, x = (
+        saliency.METHODS[name](Regions().eval(), **saliency.METHODS[name].preview_options),
+        torch.randn(2, 3, 12, 12),
+    )
+    rest: dict[str, Any] = {"boxes": [torch.tensor([[0.0, 0, 5, 5]])] * 2, "state": tuple(torch.randn(2, 1, 2, 5))}
+    both = method.attribute({"image": x, **rest}, 1)["image"].values
+    assert torch.equal(method.attribute(x, 1, forward_args=rest).values, both)
+    for number in (0, 1):
+        row = {"boxes": rest["boxes"][:1], "state": tuple(state[:, number, None] for state in rest["state"])}
+        alone = method.attribute({"image": x[number, None], **row}, 1)["image"].values
+        torch.testing.assert_close(both[number, None], alone)
+
+
+class OneArgument(nn.Module):
+    """The network of colours and depth, with both images in one argument."""
+
+    def __init__(self, model: nn.Module, keys: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.model, self.keys, self.kind = model, keys, type(None)
+
+    def forward(self, images: Any, scale: float = 1.0) -> Tensor:
+        self.kind = type(images)
+        rgb, depth = (images.pop(key) for key in self.keys)  # the mapping of the user stays whole
+        out: Tensor = self.model(*(part["image"] if self.kind is list else part for part in (rgb, depth)))
+        return out * scale
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, UserDict, "BatchFeature", "BatchEncoding", list])
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_mappings_of_any_type_and_lists_of_mappings_are_divided(kind: Any, is_nested: bool) -> None:
+    if isinstance(kind, str):
+        kind = getattr(pytest.importorskip("transformers"), kind)
+    if kind is list and not is_nested:
+        pytest.skip("a list is a batch")
+    model, inputs = case("middle")
+    images = kind({"image": image} for image in inputs.values()) if kind is list else kind(inputs)
+    reader = OneArgument(model, (0, 0) if kind is list else tuple(inputs))
+    for method in (saliency.GradCAM, saliency.InputXGradient):
+        expected = method(model).attribute(inputs, 1)
+        result = method(reader).attribute({"images": images, "scale": 1.0} if is_nested else images, 1)
+        assert (reader.kind, len(images), len(result)) == (kind, 2, 2)
+        for own, other in zip(result.values(), expected.values(), strict=True):
+            torch.testing.assert_close(own.values, other.values)
 
 
 def test_a_refused_input_is_named() -> None:
