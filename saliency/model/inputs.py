@@ -285,13 +285,24 @@ def _divided(entry: Any, inputs: dict[Key, Any], name: Key | None = None) -> _Tr
     return entry, [_divided(part, inputs, key) for key, part in zip(names, parts, strict=True)]
 
 
-def _joined(tree: _Tree, values: Mapping[Key, Any]) -> Any:
+def _stacked(views: list[Tensor]) -> Tensor:
+    return torch.stack(views, 1)
+
+
+def _joined(tree: _Tree, values: Mapping[Key, Any], of_views: Callable[[list[Any]], Any] = _stacked) -> Any:
     """Return values of inputs as the entry that was divided, in a new container of the same type."""
     if not isinstance(tree, tuple):
         return values[tree]
     entry, parts = tree
-    joined = [_joined(part, values) for part in parts]
-    return torch.stack(joined, 1) if isinstance(entry, Views) else tree_with_children(copy.copy(entry), joined)
+    joined = [_joined(part, values, of_views) for part in parts]
+    return of_views(joined) if isinstance(entry, Views) else tree_with_children(copy.copy(entry), joined)
+
+
+def with_image(given: Mapping[Any, Any], name: Key, image: Any) -> Any:
+    """Return the inputs of a call with another image of this name, which may be in a nested entry."""
+    inputs = dict[Key, Any]()
+    tree = _divided(given, inputs)
+    return _joined(tree, inputs | {name: image}, Views)
 
 
 def _is_divided(entry: Any) -> bool:

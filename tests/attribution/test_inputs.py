@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import Views
 from saliency.errors import ImageError, LayerError, MethodError, ModelError, NonFiniteError, SaliencyWarning
+from saliency.model.inputs import with_image
 from saliency.testbed import CAMERAS, INSTRUCTION
 from tests.several_inputs import CASES, MultiView, case
 
@@ -711,6 +712,14 @@ def test_cameras_in_a_list_or_in_one_tensor_are_refused_with_the_cure() -> None:
     for images, cure in ((cameras, r"saliency.Views\(x\)"), ([*cameras.unbind(1)], "pass a tuple if .* one case")):
         with pytest.raises(ImageError, match=f"observation.images: .*{cure}"):
             saliency.GradCAM(model).attribute({"observation.images": images, "state": state}, 0)
+
+
+def test_an_image_of_a_nested_entry_may_be_replaced() -> None:
+    views, pair = Views([1, 2]), (3, {"depth": 4})
+    given = {"views": views, "pair": pair, "rgb": torch.zeros(3, 8, 8)}
+    assert with_image(given, "views.1", 5)["views"].images == [1, 5]
+    assert with_image({**given, "pair": (given["rgb"], pair[1])}, "pair.1.depth", 5)["pair"][1] == {"depth": 5}
+    assert (views.images, pair[1]) == ([1, 2], {"depth": 4})
 
 
 class Regions(nn.Module):
