@@ -113,9 +113,9 @@ class Call(NamedTuple):
 
 def rows_of_states(value: Any, images: Sequence[int], count: int) -> Any:
     """Return the rows of a tuple of states (layers, N, H), as of an LSTM; any other value unchanged."""
-    is_tuple = type(value) is tuple and all(isinstance(part, Tensor) and part.dim() == 3 for part in value)
-    has_rows = is_tuple and all(part.shape[1] == count for part in value)
-    return tuple(part[:, images] for part in value) if has_rows else value
+    if type(value) is tuple and all(getattr(part, "ndim", 0) == 3 and part.shape[1] == count for part in value):
+        return tuple(part[:, images] for part in value)
+    return value
 
 
 _NOTHING = Call()
@@ -136,7 +136,8 @@ def arguments_of(like: ForwardArgs, batch: Batch, layer: str | None = None) -> d
     """Return the state of a call with the extra arguments of a batch, which replace the arguments of an outer call.
 
     Args:
-        like: Tensors, arrays and lists with one row per image are divided into images; others are passed unchanged.
+        like: Tensors, arrays, lists and states with one row per image are divided into images; others are passed
+            unchanged.
         batch: The images.
         layer: The layer whose output `run_model` returns instead of the model's output.
 

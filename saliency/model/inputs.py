@@ -148,7 +148,7 @@ class ModelInputs:
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
-                    if isinstance(entry, list) and _are_tensors(entry) and entry[0].ndim == 4:
+                    if isinstance(entry, list) and getattr(entry[0], "ndim", 0) == 4:
                         cure = "pass a tuple if they are images of one case, or torch.cat(images) for a batch"
                         raise ImageError(f"got a list of tensors (N, C, H, W); {cure}")
                     image = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
@@ -158,8 +158,8 @@ class ModelInputs:
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
             elif isinstance(entry, Tensor):
                 value = entry.detach()[None] if entry.ndim == 1 and entry.is_floating_point() and not rows else entry
-                is_like = like is not None and value.is_floating_point()
-                self.values[name] = value.to(like) if is_like else value.to(None if like is None else like.device)
+                target = value if like is None else like
+                self.values[name] = value.to(target.device, (target if value.is_floating_point() else value).dtype)
             else:
                 self.values[name] = entry
         if not self.frames:
@@ -285,24 +285,22 @@ def _divided(entry: Any, inputs: dict[Key, Any], name: Key | None = None) -> _Tr
     return entry, [_divided(part, inputs, key) for key, part in zip(names, parts, strict=True)]
 
 
-def _stacked(views: list[Tensor]) -> Tensor:
-    return torch.stack(views, 1)
-
-
-def _joined(tree: _Tree, values: Mapping[Key, Any], of_views: Callable[[list[Any]], Any] = _stacked) -> Any:
+def _joined(tree: _Tree, values: Mapping[Key, Any], *, stacks_views: bool = True) -> Any:
     """Return values of inputs as the entry that was divided, in a new container of the same type."""
     if not isinstance(tree, tuple):
         return values[tree]
     entry, parts = tree
-    joined = [_joined(part, values, of_views) for part in parts]
-    return of_views(joined) if isinstance(entry, Views) else tree_with_children(copy.copy(entry), joined)
+    joined = [_joined(part, values, stacks_views=stacks_views) for part in parts]
+    if isinstance(entry, Views):
+        return torch.stack(joined, 1) if stacks_views else Views(joined)
+    return tree_with_children(copy.copy(entry), joined)
 
 
 def with_image(given: Mapping[Any, Any], name: Key, image: Any) -> Any:
     """Return the inputs of a call with another image of this name, which may be in a nested entry."""
     inputs = dict[Key, Any]()
     tree = _divided(given, inputs)
-    return _joined(tree, inputs | {name: image}, Views)
+    return _joined(tree, inputs | {name: image}, stacks_views=False)
 
 
 def _is_divided(entry: Any) -> bool:
@@ -319,10 +317,6 @@ def _is_divided(entry: Any) -> bool:
 
 def _is_state(part: Any) -> bool:
     return isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 4
-
-
-def _are_tensors(entry: list[Any]) -> bool:
-    return bool(entry) and all(isinstance(part, Tensor) and part.ndim for part in entry)
 
 
 def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _Tree, Collection[str]]:

@@ -790,7 +790,7 @@ def test_mappings_of_any_type_and_lists_of_mappings_are_divided(kind: Any, is_ne
     if kind is list and not is_nested:
         pytest.skip("a list is a batch")
     model, inputs = case("middle")
-    images = kind({"image": image} for image in inputs.values()) if kind is list else kind(inputs)
+    images: Any = kind({"image": image} for image in inputs.values()) if kind is list else kind(inputs)
     reader = OneArgument(model, (0, 0) if kind is list else tuple(inputs))
     for method in (saliency.GradCAM, saliency.InputXGradient):
         expected = method(model).attribute(inputs, 1)
