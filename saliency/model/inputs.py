@@ -296,11 +296,11 @@ def _joined(tree: _Tree, values: Mapping[Key, Any], *, stacks_views: bool = True
     return tree_with_children(copy.copy(entry), joined)
 
 
-def with_image(given: Mapping[Any, Any], name: Key, image: Any) -> Any:
+def with_image(inputs: Mapping[Any, Any], name: Key, image: Any) -> Any:
     """Return the inputs of a call with another image of this name, which may be in a nested entry."""
-    inputs = dict[Key, Any]()
-    tree = _divided(given, inputs)
-    return _joined(tree, inputs | {name: image}, stacks_views=False)
+    entries = dict[Key, Any]()
+    tree = _divided(inputs, entries)
+    return _joined(tree, entries | {name: image}, stacks_views=False)
 
 
 def _is_divided(entry: Any) -> bool:
@@ -324,7 +324,7 @@ def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _T
     parameters, inputs = _parameters(model), dict[Key, Any]()
     first = list(parameters)[:1]
     if isinstance(given, Views):
-        return inputs, ({0: given}, [_divided(given, inputs)]), first
+        return inputs, ({0: None}, [_divided(given, inputs)]), first
     if isinstance(given, tuple):
         given = dict(zip(parameters, given, strict=False))
     is_named = all(isinstance(name, str) for name in given)
@@ -332,7 +332,7 @@ def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _T
         return inputs, _divided({**given}, inputs), frozenset(given)
     if [*parameters.values()].count(True) == 1:
         is_tuple = [*given] == [*range(len(given))]
-        return inputs, ({0: given}, [_divided(tuple(given.values()) if is_tuple else given, inputs)]), first
+        return inputs, ({0: None}, [_divided(tuple(given.values()) if is_tuple else given, inputs)]), first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'
