@@ -759,7 +759,7 @@ class RawAttention(AttentionMap):
 
     def relevance(self, attention: TokenAttention) -> Tensor:
         """Return the attention (N, tokens)."""
-        means = torch.stack([attention.mean_heads(call) for call in attention.blocks])
+        means = torch.stack([call.mean_heads() for call in attention.blocks])
         return (attention.read_queries @ means.mean(0))[:, 0]
 
 

@@ -340,7 +340,8 @@ class Attribution(HasOptions, ABC):
         Raises:
             MethodError: `forward_args` is invalid, or an option has values for another number of images.
         """
-        _require_values(self, len(batch.inputs))
+        if self.per_image:
+            _require_values(self, len(batch.inputs))
         flat, layer, logits = list[Any](), None, None
         for target in targets:
             flat += target if isinstance(target, list | tuple) else [target]
@@ -612,34 +613,32 @@ class TracedAttribution(Attribution):
         """Explain one target."""
         return self.explain_targets(x, [target])[0]
 
-    def explain_targets(self, x: Tensor, targets: Sequence[Questions]) -> list[BatchAttribution]:
-        """Explain several targets from one forward."""
-        return list(map(itemgetter(0), read_one_forward([self], x, targets)))
+    def explain_targets(
+        self, x: Tensor, targets: Sequence[Questions], others: Sequence[TracedAttribution] = ()
+    ) -> list[BatchAttribution]:
+        """Explain several targets from one forward, which other methods of the model may share.
 
-
-def read_one_forward(
-    methods: Sequence[TracedAttribution], x: Tensor, targets: Sequence[Questions]
-) -> list[list[BatchAttribution]]:
-    """Explain several targets by several methods from one forward; one list per target, in the order of the methods."""
-    if len(x) > 1 and has_batch_statistics(methods[0].model):
-        warn_of_coupled_images()
-    needs, results = list[list[Needs]](), list[list[BatchAttribution]]()
-    for target in targets:
-        needs.append([method.needs_for(x, target) for method in methods])
-    together = reduce(or_, needs[0])
-    if len(targets) > 1:  # each may read other layers
-        layers = dict.fromkeys(layer for method_needs in needs for need in method_needs for layer in need.layers)
-        together = replace(together, layers=tuple(layers))
-    forward = SharedForward(methods[0].model, x, together, len(targets))
-    for target, method_needs in zip(targets, needs, strict=True):
-        grads, row = TargetGradients(forward, target), list[BatchAttribution]()
-        # Methods compute in full precision, even under the caller's autocast.
-        with torch.autocast(x.device.type, enabled=False):
-            for method, need in zip(methods, method_needs, strict=True):
-                row.append(method.explain_gradients(grads, need.layers))
-        grads.forget()
-        results.append(row)
-    return results
+        Returns:
+            For each target, the result of this method, and then the results of the others.
+        """
+        if len(x) > 1 and has_batch_statistics(self.model):
+            warn_of_coupled_images()
+        methods, needs, results = (self, *others), list[list[Needs]](), list[BatchAttribution]()
+        for target in targets:
+            needs.append([method.needs_for(x, target) for method in methods])
+        together = reduce(or_, needs[0])
+        if len(targets) > 1:  # each may read other layers
+            layers = dict.fromkeys(layer for method_needs in needs for need in method_needs for layer in need.layers)
+            together = replace(together, layers=tuple(layers))
+        forward = SharedForward(self.model, x, together, len(targets))
+        for target, method_needs in zip(targets, needs, strict=True):
+            grads = TargetGradients(forward, target)
+            # Methods compute in full precision, even under the caller's autocast.
+            with torch.autocast(x.device.type, enabled=False):
+                for method, need in zip(methods, method_needs, strict=True):
+                    results.append(method.explain_gradients(grads, need.layers))
+            grads.computed.clear()  # otherwise a reference cycle keeps the graph in memory for a while
+        return results
 
 
 def get_method(name: object) -> type[Attribution]:
@@ -705,7 +704,7 @@ def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Seque
         for method, asked in pairs
         if isinstance(method, TracedAttribution) and not method.is_compiled and asked is common
     ]
-    shared = iter(read_one_forward(traced, batch.inputs, [common])[0] if traced else [])
+    shared = iter(traced[0].explain_targets(batch.inputs, [common], traced[1:]) if traced else [])
     results = [next(shared) if method in traced else method.explain(batch.inputs, asked) for method, asked in pairs]
     return [method.explanation(result, asked, batch) for result, (method, asked) in zip(results, pairs, strict=True)]
 

@@ -369,7 +369,8 @@ def _from_file(header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanatio
     attributes = {name: value for name, value in header.items() if name not in ("format", "image", "scale", "evidence")}
     attributes["input_size"] = tuple(header["input_size"])
     attributes["frames"] = tuple(
-        box and _frame(tensors.pop(f"picture.{image}"), *box) for image, box in enumerate(header["frames"])
+        box and Frame(decode(io.BytesIO(tensors.pop(f"picture.{n}").numpy().tobytes()), "the image"), tuple(box))
+        for n, box in enumerate(header["frames"])
     )
     attributes["questions"] = tuple(
         QuestionFacts(**facts | {"box": facts["box"] and tuple(facts["box"])}) for facts in header["questions"]
@@ -391,10 +392,6 @@ def _from_file(header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanatio
 def _encode_png(image: Image.Image) -> Tensor:
     """Encode an image as PNG, which is lossless; the weakest compression is the fastest."""
     return torch.frombuffer(bytearray(encode(image, "PNG", compress_level=1)), dtype=torch.uint8)
-
-
-def _frame(png: Tensor, left: float, top: float, right: float, bottom: float) -> Frame:
-    return Frame(decode(io.BytesIO(png.numpy().tobytes()), "the image"), (left, top, right, bottom))
 
 
 Product = Literal["cosine", "dot"]

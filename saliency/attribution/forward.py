@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..errors import LayerError, MethodError, TargetError
 from ..hooks import autograd_graph as graph
 from ..hooks.attention import AttentionCall, find_attention
-from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between
+from ..hooks.autograd_graph import CUT, INDEPENDENT, NO_GRADIENT, differentiate, nodes_between, reached_nodes
 from ..hooks.manager import GradientRule, HookManager
 from ..hooks.operations import OperationRecord, SavedValues
 from ..hooks.pytree import tree_tensors
@@ -213,6 +213,7 @@ class TargetGradients:
         scores_in_graph: The scores, with the graph of the forward.
         attention: The attention calls on which the scores depend, in order, if the forward reads attention.
         unread_softmaxes: Softmaxes before the last of these calls that are not part of an attention call.
+        computed: The values that methods share, by key; see `shared`.
     """
 
     def __init__(self, forward: SharedForward, target: Questions, *, reads: bool = True) -> None:
@@ -226,7 +227,7 @@ class TargetGradients:
                 self.scores_in_graph = target(forward.output)
         self.x = forward.x.detach()  # (N, C, H, W)
         self.scores = self.scores_in_graph.detach()  # (N,)
-        self._shared: list[tuple[Any, Any]] = []
+        self.computed: list[tuple[Any, Any]] = []
         self._embedding_gradients: list[Tensor | None] = []
         self.attention: list[AttentionCall] = []
         self.unread_softmaxes: list[Node] = []
@@ -241,15 +242,11 @@ class TargetGradients:
 
     def shared(self, key: Any, compute: Callable[[], T]) -> T:
         """Return a value that methods share, such as a walk, by its key. The first method computes it."""
-        for stored, value in self._shared:
+        for stored, value in self.computed:
             if stored == key:
                 return cast("T", value)
-        self._shared.append((key, compute()))
-        return cast("T", self._shared[-1][1])
-
-    def forget(self) -> None:
-        """Forget the values that methods share. Otherwise the reference cycle keeps the graph in memory for a while."""
-        self._shared.clear()
+        self.computed.append((key, compute()))
+        return cast("T", self.computed[-1][1])
 
     def on(self, x: Tensor) -> TargetGradients:
         """Return the scores of another batch for the same target."""
@@ -280,14 +277,14 @@ class TargetGradients:
     def _shared_gradients(self) -> dict[Any, Tensor]:
         """The gradients at all stored layers, earlier calls of them and attention calls, from one backward pass."""
         layers: dict[Any, Tensor] = {**self.forward.layers, **self.forward.earlier_calls}
-        ends: dict[Any, Tensor | GradientEdge] = {**layers}
+        ends: dict[Any, Tensor | GradientEdge] = {end: part for end, part in layers.items() if part.requires_grad}
         for call in self.attention:
             ends[call.node] = GradientEdge(call.node, 0)
         gradients: dict[Any, Any] = dict(zip(ends, self._gradients([*ends.values()]), strict=True))
-        if all(gradient is None for gradient in gradients.values()):
+        if not any(map(torch.is_tensor, gradients.values())):
             raise LayerError(no_gradient_message(*self.forward.layers))
         for end, output in layers.items():
-            if gradients[end] is None:
+            if gradients.get(end) is None:
                 gradients[end] = torch.zeros_like(output)
         return gradients
 
@@ -319,11 +316,8 @@ class TargetGradients:
     @cached_property
     def embeddings_hold_image(self) -> bool:
         """Whether every path from the scores to the image passes the embeddings; in Qwen3-VL, some avoid them."""
-        passages, reached = {graph.source_edge(tokens)[0] for tokens in self.forward.embeddings}, {self.nodes[0]}
-        for node in self.nodes:
-            if node in reached and node not in passages:
-                reached.update(after for after, _ in graph.next_functions(node) if after is not None)
-        return get_gradient_edge(self.forward.x).node not in reached
+        passages = {graph.source_edge(tokens)[0] for tokens in self.forward.embeddings}
+        return get_gradient_edge(self.forward.x).node not in reached_nodes(self.nodes[:1], passages.__contains__)
 
     def _backward_to_input(self) -> Tensor:
         if self.forward.needs.gradients != "input":
@@ -333,19 +327,16 @@ class TargetGradients:
             raise TargetError(INDEPENDENT)
         return gradient
 
-    def _gradients(self, ends: Sequence[Tensor | GradientEdge]) -> list[Tensor | None]:
-        """Return the gradients of the scores at some results of the forward; None for a result without influence.
+    def _gradients(self, ends: Sequence[Tensor | GradientEdge]) -> Sequence[Tensor | None]:
+        """Return the gradients of the scores at recorded results of the forward; None for a result without influence.
 
         Raises:
             NotApplicableError: A part of the model is checkpointed with use_reentrant=True.
             MethodError: The methods run more backward passes than their `needs` declare.
         """
         self.require_gradient()
-        recorded = [end for end in ends if isinstance(end, GradientEdge) or end.requires_grad]
-        score, retain = self.scores_in_graph.sum(), not self.forward.count_backward()
-        grads = differentiate(score, recorded, retain_graph=retain) if recorded else ()
-        gradients = dict(zip(map(id, recorded), grads, strict=True))
-        return [gradients.get(id(end)) for end in ends]
+        retain = not self.forward.count_backward()
+        return differentiate(self.scores_in_graph.sum(), ends, retain_graph=retain) if ends else ()
 
     def require_gradient(self) -> None:
         """Check that the scores have a gradient.

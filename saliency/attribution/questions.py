@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from ..model.call import (
     cached,
     check_later,
     current_call,
-    last_operation,
     leaf,
     run_model,
     run_without_arguments,
@@ -34,7 +33,7 @@ from ..model.layers import CHANNELS_FIRST, find, trace_layers
 from ..targets.boxes import BoxTarget
 from ..targets.classes import ClassTarget, Contrast, Probability, TargetLike, as_target
 from ..targets.language import parse_target
-from ..targets.question import Categories, Images, Prompt, Question, QuestionBatch, Score, Target, one_score_each
+from ..targets.question import Categories, Images, Prompt, Question, Score, Target, one_score_each
 from ..targets.similarity import Similarity
 from ..targets.words import words
 from ..validation import described
@@ -68,7 +67,8 @@ class CallImages(Images):
     ) -> None:
         call = current_call()
         super().__init__(len(x), categories, call.batch.answer_text if isinstance(call.batch, Answer) else None)
-        self._model, self._x, self._frames, self._read, self._logits = model, x, frames, read, call.logits
+        self._model, self._x, self._frames, self._read = model, x, frames, read
+        self.logits = {} if call.logits is None else call.logits
         self._rows: list[OutputRows] = []
 
     @property
@@ -101,10 +101,6 @@ class CallImages(Images):
         """Return whether the scores end in a sigmoid or softmax."""
         is_traced = scores.requires_grad
         return ends_in_probability(scores) if is_traced else _ends_in_probability(self._model, self._x, scores)
-
-    def last_operation(self, scores: Tensor) -> str:
-        """Return "sigmoid" or "softmax" for scores that are the values before it; else an empty text."""
-        return "" if self._logits is None else last_operation(scores, self._logits)
 
     def channel_axis(self, layer: Any) -> tuple[str, int | None]:
         """Return the name of a layer, and the axis of channels in its output, or None if it cannot be determined."""
@@ -163,12 +159,18 @@ class Questions:
     Args:
         target: The target.
         images: The images.
+
+    Attributes:
+        asked: The question about each image, after the first output.
+        score: The function from an output to the scores (N,) of these questions.
     """
+
+    score: Score
 
     def __init__(self, target: TargetLike, images: Images) -> None:
         self.images = images
         self.target = (target if isinstance(target, Target) else target_of(target, images)).prepared(images)
-        self.asked = QuestionBatch([], self)  # asked of the first output
+        self.asked: list[Question] = []
 
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,) of an output.
@@ -178,12 +180,13 @@ class Questions:
         Raises:
             TargetError: The target does not fit the output.
         """
-        call = current_call()
         if not self.asked:
-            if call.logits is not None and not self.target.reads_logits:
-                _require_plain(output, call.logits)
-            self.asked = self.target.ask(output, self.images)
-        scores = one_score_each(self.asked.score(output), len(self.asked))
+            is_other = bool(self.images.logits) and not self.target.reads_logits
+            if is_other and any(map(self.images.last_operation, tree_tensors(output))):
+                problem = "regions and joints read the values before the last sigmoid or softmax of this model"
+                raise TargetError(f"{problem}; explain them in another call than other targets")
+            self.asked, self.score = self.target.ask(output, self.images)
+        scores = one_score_each(self.score(output), len(self.asked))
         check_later(_require_finite, scores)
         return scores
 
@@ -222,7 +225,7 @@ class Questions:
         if isinstance(score, FunctionScore):
             score = partial(score, count=count)
         other = copy.copy(self)
-        other.asked = QuestionBatch([question] * count, score)
+        other.asked, other.score = [question] * count, score
         return other
 
     def serial_reason(self, image: int, model: nn.Module, x: Tensor) -> str:
@@ -243,13 +246,6 @@ class Questions:
         if reason == _COUPLED and len(self) > 1:
             warn_of_coupled_images()
         return reason
-
-
-def _require_plain(output: Any, logits: MutableMapping[Tensor, str]) -> None:
-    """Raise TargetError if an output holds the values before a sigmoid or softmax, for other targets of the call."""
-    if any(last_operation(tensor, logits) for tensor in tree_tensors(output)):
-        problem = "regions and joints read the values before the last sigmoid or softmax of this model"
-        raise TargetError(f"{problem}; explain them in another call than other targets")
 
 
 def explained_answer() -> Answer | None:

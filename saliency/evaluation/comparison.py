@@ -265,48 +265,41 @@ class Comparison(Table[ComparisonRow]):
 class _MetricValues:
     """Values of one metric.
 
-    Args:
-        results: The results of this metric.
-
     Attributes:
         images: The images for which all methods and their controls have a value.
-        values: (K, n) the values of K methods.
+        results: The n results of each of K methods for these images.
+        values: (K, n) their values.
         controls: (K, n) the values of the controls of each method, by their names.
     """
 
     def __init__(self, results: Sequence[MetricResult]) -> None:
         self.name, self.higher = results[0].metric, results[0].higher_is_better
-        self.methods = list(dict.fromkeys(result.method for result in results))
+        methods = dict.fromkeys(result.method for result in results)
         complete = [result for result in results if None not in (result.value, *result.controls.values())]
         cells = {(result.method, result.image): result for result in complete}
         self.measured = list(dict.fromkeys(result.image for result in results))
-        self.images = [image for image in self.measured if all((name, image) in cells for name in self.methods)]
-        rows = [[cells[name, image] for image in self.images] for name in self.methods]
+        self.images = [image for image in self.measured if all((name, image) in cells for name in methods)]
+        self.results = {name: [cells[name, image] for image in self.images] for name in methods}
+        rows = self.results.values()
         self.values = np.array([[result.value for result in row] for row in rows], dtype=np.float64)
         self.controls = {
             control: np.array([[result.controls[control] for result in row] for row in rows], dtype=np.float64)
             for control in results[0].controls
         }
-        tested = {
-            name: [result.p for result in row if result.p is not None]
-            for name, row in zip(self.methods, rows, strict=True)
-        }
-        self.p = {name: combined_p(np.array(p)) for name, p in tested.items() if p}
-        self.seconds = [float(np.median([result.seconds for result in row])) if row else 0.0 for row in rows]
-        self.curves = [[result.curves for result in row] for row in rows]
 
     def mean_curves(self) -> list[dict[str, Any]]:
         """Return the curves of each method, and of its controls, as means over the images."""
         rows = []
-        for method, curves in zip(self.methods, self.curves, strict=True):
+        for method, results in self.results.items():
+            curves = [result.curves for result in results]
             means = {name: np.mean([curve[name] for curve in curves], 0).tolist() for name in curves[0]}
             rows.append({"method": method, "metric": self.name, "curves": means})
         return rows
 
     def pairs(self) -> list[tuple[str, str, _Array]]:
         """Return pairs of methods, and of methods and their controls, with the differences of their values (n,)."""
-        named = dict(zip(self.methods, self.values, strict=True))
-        pairs = [(a, b, _difference(named[a], named[b])) for a, b in combinations(self.methods, 2)]
+        named = dict(zip(self.results, self.values, strict=True))
+        pairs = [(a, b, _difference(named[a], named[b])) for a, b in combinations(named, 2)]
         for control, values in self.controls.items():
             pairs += [(name, control, _difference(named[name], row)) for name, row in zip(named, values, strict=True)]
         return pairs
@@ -320,13 +313,14 @@ class _MetricValues:
             for difference in differences
             if better and difference.metric == self.name and difference.is_significant
         ]
-        ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.methods)
+        ranks = rank_ranges(sign * self.values, seed) if better else [(None, None, None)] * len(self.results)
         rows, count = [], len(self.images)
-        random = self.controls["random"].mean(1).tolist() if "random" in self.controls else [None] * len(self.methods)
-        for name, values, control, rank, seconds in zip(
-            self.methods, self.values, random, ranks, self.seconds, strict=True
-        ):
-            beaten, p = tuple(worse for winner, worse in wins if winner == name), self.p.get(name)
+        random = self.controls["random"].mean(1).tolist() if "random" in self.controls else [None] * len(self.results)
+        for results, values, control, rank in zip(self.results.values(), self.values, random, ranks, strict=True):
+            name, seconds = results[0].method, float(np.median([result.seconds for result in results]))
+            beaten = tuple(worse for winner, worse in wins if winner == name)
+            tested = [result.p for result in results if result.p is not None]
+            p = combined_p(np.array(tested)) if tested else None
             rows.append(
                 ComparisonRow(name, self.name, *_mean(values), control, better, *rank, beaten, count, seconds, p)
             )

@@ -36,6 +36,7 @@ from .metrics.base import (
     SharedResults,
     Subject,
     control_maps,
+    full_size,
     measurements,
     resized_within,
 )
@@ -45,13 +46,12 @@ from .metrics.exact_tests import (
     ExactTest,
     WeightsTest,
     effects,
-    full_size,
     is_worst,
     reached,
     slack,
     untrained_map,
 )
-from .metrics.faithfulness import Infidelity, correlation, row_ranks
+from .metrics.faithfulness import Infidelity
 from .metrics.map_metrics import RankCorrelation
 from .metrics.method_metrics import AvgSensitivity
 
@@ -260,9 +260,9 @@ def trust(
     is_slow = time.perf_counter() - began > SLOW
     if len(explanation) != 1:
         raise MethodError(f"a trust card is of one image, got {len(explanation)}")
-    context: dict[str, Any] = {"seed": seed, "shared": shared or SharedResults(), "others": others}
-    subject = Subject(explanation, method=method, inputs=image, target=target, controls=list(CONTROLS), **context)
-    tested = _coarse(subject, context) if is_slow else subject
+    context: dict[str, Any] = {"seed": seed, "shared": shared, "others": others, "controls": list(CONTROLS)}
+    subject = Subject(explanation, method=method, inputs=image, target=target, **context)
+    tested = _coarse(subject) if is_slow else subject
     measured = dict[str, Measurement]()
     rows = [_test_row(test, tested, measured) for test in (ClassTest(), weights)]
     for numbers in (_place, _compared, _changed, _agreement):
@@ -277,7 +277,7 @@ def trust(
     return card
 
 
-def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
+def _coarse(subject: Subject) -> Subject:
     """Return the subject of a faster method on the same image, with fewer passes or larger windows, if it has any."""
     method, faster = copy.copy(subject.method), {"window": 64, "stride": 32}
     for name, least in (("passes", 100), ("steps", 5)):
@@ -287,9 +287,8 @@ def _coarse(subject: Subject, context: Mapping[str, Any]) -> Subject:
     if not options:
         return subject
     vars(method).update({name: faster[name] for name in options})
-    inputs, target = subject.inputs_for(method, subject.images), subject.explained_target
-    explanation = method.attribute(inputs, target)
-    return Subject(explanation, method=method, inputs=inputs, target=target, controls=False, **context)
+    explanation = method.attribute(subject.inputs_for(method, subject.images), subject.explained_target)
+    return subject.of(explanation, method=method)
 
 
 def _test_row(test: ExactTest, subject: Subject, measured: dict[str, Measurement]) -> Property:
@@ -352,14 +351,11 @@ def _changed(subject: Subject, measured: dict[str, Measurement]) -> list[Propert
     """Return how far the map changes with the weights, and under noise."""
     if "weights" not in measured:
         return []
-    maps = [full_size(subject.explanation), *(untrained_map(subject, draw) for draw in range(DRAWS))]
-    ranks = row_ranks(torch.cat(maps).flatten(1))
-    drops = 1 - correlation(ranks[:1], ranks[1:])
+    maps = torch.stack([untrained_map(subject, draw) for draw in range(DRAWS)])
+    drops = 1 - RankCorrelation().compare(maps, full_size(subject.explanation))
     drop, error = float(drops.mean()), float(drops.std()) / math.sqrt(DRAWS)
     verdict = f"the rank correlation with the maps of {DRAWS} untrained networks is {number(1 - drop)}"
-    quiet = copy.copy(subject)
-    quiet.controls = []
-    (noise,) = measurements([AvgSensitivity(passes=DRAWS)], quiet)
+    (noise,) = measurements([AvgSensitivity(passes=DRAWS)], subject.of(subject.explanation))
     measured["avg_sensitivity"] = noise
     changes = f"small noise changes the map by {share(float(noise.values))}"
     return [Property("mprt", TITLES["mprt"], drop, error, True, verdict), _number_row(noise, changes)]
@@ -376,7 +372,9 @@ def _agreement(subject: Subject, measured: dict[str, Measurement]) -> list[Prope
             continue
         other = cls(method.model, preprocess=method.preprocess, layout=method.layout)
         with suppress(SaliencyError):  # no layer for CAMs, or no gradient
-            reference = other.attribute(subject.inputs_for(method, subject.images), subject.explained_target)
+            inputs = subject.inputs_for(method, subject.images)
+            key = name, id(method.model), subject.explanation.target_names
+            reference = subject.shared.once(key, other.attribute, inputs, subject.explained_target)
             result = metric.measure(subject.explanation, reference=reference, controls=False)
             if abs(value := float(result.values)) <= SAME:
                 values[name] = value

@@ -411,7 +411,7 @@ class Session:
         images = self._default.images(batch.inputs, batch.frames)
         for label in _labels(output, names):
             with suppress(NotFoundError):
-                (question,) = as_target(region(label)).ask(output, images)
+                (question,), _ = as_target(region(label)).ask(output, images)
                 planes[label] = cast("RegionScore", question.score).cells[0] > 0  # (h, w)
         fractions = {label: float(plane.float().mean()) for label, plane in planes.items()}
         order = sorted(fractions, key=lambda label: -fractions[label])[:MOST_REGIONS]

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from ..errors import NotApplicableError
 from ..io.axes import at_least_float32
-from .autograd_graph import is_tracing, next_functions, saved, sequence_nr
+from .autograd_graph import is_tracing, next_functions, reached_nodes, saved, sequence_nr
 from .rectifiers import require_visible
 
 _SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
@@ -184,17 +184,12 @@ def find_attention(nodes: Iterable[Node], images: int) -> tuple[list[AttentionCa
 
 def is_chain(calls: Iterable[AttentionCall]) -> bool:
     """Return whether each call depends on the previous one, as in a network without parallel branches."""
-    return all(_depends_on(later.node, earlier.node) for earlier, later in pairwise(calls))
 
+    def depends(later: Node, earlier: Node) -> bool:
+        oldest = sequence_nr(earlier)
+        return earlier in reached_nodes([later], lambda node: sequence_nr(node) <= oldest)
 
-def _depends_on(node: Node, earlier: Node) -> bool:
-    above, seen, oldest = [node], set[Node](), sequence_nr(earlier)
-    while above and earlier not in seen:
-        for operand, _ in next_functions(above.pop()):
-            if operand is not None and operand not in seen and sequence_nr(operand) >= oldest:
-                seen.add(operand)
-                above.append(operand)
-    return earlier in seen
+    return all(depends(later.node, earlier.node) for earlier, later in pairwise(calls))
 
 
 def find_passages(nodes: Iterable[Node]) -> list[Node]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -89,11 +89,6 @@ def forget_tensor_hooks(tensor: Tensor) -> None:
 
 
 # Modules.
-
-
-def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
-    """Return the forward hooks of a module by their ids, in the order in which they run."""
-    return cast("OrderedDict[int, Any]", module._forward_hooks)
 
 
 def remove_forward_hook(module: nn.Module, hook: object) -> None:

@@ -133,8 +133,7 @@ class HookManager(ExitStack[None]):
 
         # Append before registering, so that the hook is removed even after Ctrl-C in between.
         self._registered.append((layer, kind(hook)))
-        layer.register_forward_hook(self._registered[-1][1], prepend=True)
-        hooks = graph.forward_hooks(layer)
+        hooks: Any = layer.register_forward_hook(self._registered[-1][1], prepend=True).hooks_dict_ref()
         if len(hooks) == 1:
             return
         overrides = [key for key, value in list(hooks.items()) if isinstance(value, OutputOverride)]

@@ -324,7 +324,7 @@ def _objective(loss_or_target: Any, categories: Categories, output: Any, batch: 
         name, value = "loss", loss_or_target(output, *labels)
     else:
         images = _BatchImages(batch.size, categories)
-        name, value = "score", target_of(loss_or_target, images).prepared(images).ask(output, images).score(output)
+        name, value = "score", target_of(loss_or_target, images).prepared(images).ask(output, images)[1](output)
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape not in ((), (1,), (batch.size,)):
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TargetError(f"the {name} is {got}; expected one float, or one for each of {plural(batch.size, 'image')}")

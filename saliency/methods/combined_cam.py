@@ -25,7 +25,6 @@ from ..hooks.autograd_graph import PlainAttention
 from ..io.axes import on_finest_grid, resize, spatial
 from ..model.layers import layers_by_resolution
 from ..targets.classes import ClassScore, ClassTarget, class_scores
-from ..targets.question import QuestionBatch
 from ..validation import check_choice, check_integer, check_number, described
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
 from .gradient import GuidedBackprop, Smooth
@@ -229,7 +228,7 @@ class FinerCAM(LayerAttribution):
             return scores.gather(1, explained)[:, 0] - self.gamma * (scores * weights).sum(1)
 
         target = copy.copy(grads.target)
-        target.asked = QuestionBatch([target[0]] * len(target), contrast)
+        target.asked, target.score = [target[0]] * len(target), contrast
         result = self._cam.explain_gradients(TargetGradients(grads.forward, target, reads=False), layers)
         return replace(result, scores=grads.scores)
 

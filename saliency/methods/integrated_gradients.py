@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ..errors import optional_import, warn
 from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, require_two_axes, spatial
 from ..targets.classes import ClassTarget, FunctionTarget, Probability
-from ..targets.question import Images, QuestionBatch, Target
+from ..targets.question import Target
 from ..targets.similarity import Similarity, TextSimilarity
 from ..validation import check_choice, check_integer, check_number
 from .baselines import BaselineOption, Diffusion, baselines
@@ -145,7 +145,7 @@ class IDGI(TimedAttribution):
                 f"{self.name}: only classes are explained by their probability; this map may show stripes at "
                 "the border of the image; use integrated_gradients"
             )
-        return _ProbabilityIfAny(target) if isinstance(target, ClassTarget) else target
+        return Probability(target, or_score=True) if isinstance(target, ClassTarget) else target
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Divide the rise of each step in proportion to the squared gradient at its start."""
@@ -167,15 +167,6 @@ class IDGI(TimedAttribution):
                 last_fractions, last_score = fractions, node_score
         values, rise = values / len(references), rise / len(references)
         return ImageAttribution(values, residual=rise - float(values.sum(dtype=torch.float64)))
-
-
-class _ProbabilityIfAny(Probability):
-    """Probability of a class, or the score itself if the model returns one number per image."""
-
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
-        """Return the questions about the probability, if there is one."""
-        has_probability = self.target.find(output, images).link is not None
-        return super().ask(output, images) if has_probability else self.target.ask(output, images)
 
 
 def _squared_fractions(gradients: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ..attribution.forward import Needs, TargetGradients, needs_with, no_gradien
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.questions import Questions, explained_answer
 from ..errors import LayerError, MethodError, warn
-from ..hooks.autograd_graph import Gradients, result_spec
+from ..hooks.autograd_graph import Gradients, reached_nodes, result_spec
 from ..hooks.operations import LINEAR, SOFTMAX, Operation, SavedValues
 from ..hooks.rectifiers import Coverage, require_visible
 from ..io.axes import along_rows, at_least_float32
@@ -227,10 +227,7 @@ def _embeds_patches(graph: CallGraph, first: Node) -> bool:
     All other linear operations come after it. Between it and the attention are linear operations, but no activation.
     """
     names = {node: operation.name for node, operation in graph.operations.items() if operation is not None}
-    before, after = {graph.attention[-1]}, {first, *graph.after(first)}
-    for node in graph.nodes:
-        if node in before:
-            before.update(operand for operand in graph.operands[node] if operand is not None)
+    before, after = reached_nodes(graph.attention[-1:], lambda node: node is first), {first, *graph.after(first)}
     linear = {node for node, name in names.items() if name in LINEAR}
     between = before & after - {*graph.attention}
     has_activation = any(names.get(node) in NONLINEAR for node in between)

@@ -20,7 +20,7 @@ from ..io.inputs import Batch, ImagesLike
 from ..model.answer import Answer
 from ..model.call import NO_ARGUMENTS, prepared_for_attribution, run_model
 from ..targets.classes import TargetList, embedding
-from ..targets.question import Images, QuestionBatch
+from ..targets.question import Asked, Images
 from ..targets.similarity import Measure, Similarity, similarity
 from ..validation import check_choice, check_integer
 from .cam import HiResCAM
@@ -75,7 +75,7 @@ class PairSimilarity(Similarity):
         """Return the target unchanged: the first output of the model has all embeddings."""
         return self
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the similarity of each image to the embedding of its partner in the same output."""
         embeddings = embedding(output).detach()
         partners = zip(self.references, embeddings.roll(len(embeddings) // 2, 0)[:, None], strict=True)

@@ -126,7 +126,7 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
             labels = labels[..., None] * cells + torch.arange(edge, device="cpu") * min(cells, edge) // edge
     else:
         pixels = x[0].detach().cpu().double()
-        image = in_unit_range(pixels, pixels, preprocess).movedim(0, -1).contiguous().numpy()
+        image = in_unit_range(pixels, preprocess).movedim(0, -1).contiguous().numpy()
         labels = _checked(_superpixels(image, by) if isinstance(by, int) else by(image))
     if tuple(labels.shape) != size:
         raise MethodError(
@@ -136,14 +136,14 @@ def segmented(x: Tensor, by: ResolvedSegments, preprocess: object = None) -> Seg
     return Segments(labels.to(x.device))
 
 
-def in_unit_range(values: Tensor, x: Tensor, preprocess: object) -> Tensor:
+def in_unit_range(values: Tensor, preprocess: object) -> Tensor:
     """Return values (C, H, W) of the model's input as pixels in 0..1.
 
-    They are denormalised if the preprocessing is a `Preprocess`. Otherwise they are scaled by the extremes of `x`.
+    They are denormalised if the preprocessing is a `Preprocess`. Otherwise they are scaled by their extremes.
     """
     if isinstance(preprocess, Preprocess) and len(values) == len(preprocess.mean):
         return preprocess.denormalise(values).clamp(0, 1)
-    low, high = x.aminmax()
+    low, high = values.aminmax()
     return ((values - low) / (high - low)).clamp(0, 1) if high > low else torch.full_like(values, 0.5)
 
 

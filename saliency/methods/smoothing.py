@@ -68,7 +68,9 @@ class WrappingAttribution(MultiPassAttribution):
             values |= {n: getattr(wrapped, n) for n in ("preprocess", "categories", "layout") if values[n] is None}
         values["whole"] = values["whole"] or wrapped.whole
         self._wrapped: Attribution = wrapped
-        values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": _options_of(wrapped)}
+        layer = getattr(wrapped, "layer", None)
+        inner_options = ({"layer": layer} if isinstance(layer, str) else {}) | dict(wrapped.settings)
+        values |= {"model": wrapped.model, "inner": _name_of(wrapped), "inner_options": inner_options}
         super().set_options(values)
 
     def explained_target(self, target: Target) -> Target:
@@ -122,15 +124,11 @@ class NoisyAttribution(WrappingAttribution, SampledAttribution):
 
     def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
         """Return an estimate over the noisy copies, once all passes ran or it is precise enough."""
+        if self.most_passes < self.least_passes:
+            raise MethodError(f"passes={self.passes} gives no variance; {self.name} takes at least {self.least_passes}")
         estimate, make = self.estimate(), partial(noisy_copies, passes.x, self.noise, self.seed)
         stopping: Stopping = {"estimate": estimate, "least": self.least_passes}
-        results: Iterator[BatchAttribution]
-        if type(self._wrapped) is VanillaGradient:
-            chunks = passes.gradients(make, self.most_passes, **stopping)
-            results = (BatchAttribution(done.gradients, done.scores) for done in chunks)
-        else:
-            results = self.wrapped_results(passes, make, self.most_passes, **stopping)
-        for result in results:
+        for result in self.wrapped_results(passes, make, self.most_passes, **stopping):
             estimate.add(at_least_float32(result.values.detach()))
         mean = from_estimate(estimate, at_least_float32(passes.x[:0]), layer=result.layer)
         return mean._replace(coverage=result.coverage)
@@ -261,12 +259,6 @@ class VarGrad(NoisyAttribution):
     estimate = Variance
     least_passes = 2
 
-    def explain_image(self, passes: Passes, score: Tensor) -> ImageAttribution:
-        """Return the variance over noisy copies."""
-        if self.most_passes < self.least_passes:
-            raise MethodError(f"passes={self.passes} gives no variance; var_grad takes at least 2")
-        return super().explain_image(passes, score)
-
 
 def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> Tensor:
     """Return the noisy copies (k, C, H, W) of an image (1, C, H, W) from `start` to `stop`, with independent noise.
@@ -286,9 +278,3 @@ def noisy_copies(x: Tensor, noise: float, seed: int, start: int, stop: int) -> T
 
 def _name_of(method: Attribution) -> str:
     return method.name or type(method).__name__
-
-
-def _options_of(method: Attribution) -> dict[str, Setting]:
-    """Return the options of a method, and its layer if the user named one."""
-    layer = getattr(method, "layer", None)
-    return ({"layer": layer} if isinstance(layer, str) else {}) | dict(method.settings)

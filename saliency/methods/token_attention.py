@@ -63,7 +63,6 @@ class TokenAttention:
 
     def __init__(self, grads: TargetGradients, method: str, *, decoders: bool = False) -> None:
         self.grads, self.answer = grads, explained_answer()
-        self._means: dict[AttentionCall, Tensor] = {}
         model = type(grads.forward.model).__name__
         self.calls, self.bridge = (
             (grads.attention, []) if self.answer is None else _language_model_and_bridge(grads, self.answer)
@@ -125,12 +124,6 @@ class TokenAttention:
         if tokens is None or self.answer is not None:
             return None
         return outlying(self.layout(tokens.norm(dim=-1, keepdim=True))[:, 0])
-
-    def mean_heads(self, call: AttentionCall) -> Tensor:
-        """Return the mean over the heads of the probabilities of a call (N, queries, keys), computed once."""
-        if call not in self._means:
-            self._means[call] = call.mean_heads()
-        return self._means[call]
 
     def gradient(self, call: AttentionCall) -> Tensor:
         """Return the gradient at the probabilities of a call (N, heads, queries, keys)."""
@@ -211,7 +204,7 @@ class AttentionMap(TracedAttribution):
 
     def fused(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return the attention of a call, averaged over its heads (N, queries, keys)."""
-        return attention.mean_heads(call)
+        return call.mean_heads()
 
     def query_relevance(self, attention: TokenAttention) -> Tensor:
         """Return the relevance of the tokens of the image tower to the queries of a bridge (N, queries, tokens).
@@ -280,7 +273,7 @@ class AttentionRollout(AttentionMap):
     def over_heads(self, attention: TokenAttention, call: AttentionCall) -> Tensor:
         """Return the attention of a call, fused over its heads (N, queries, keys)."""
         is_mean = self.head_fusion == "mean"
-        return attention.mean_heads(call).clone() if is_mean else fuse_heads(call.probabilities(), self.head_fusion)
+        return call.mean_heads() if is_mean else fuse_heads(call.probabilities(), self.head_fusion)
 
 
 class GradientRollout(AttentionRollout):

@@ -230,9 +230,10 @@ def cached(
 ) -> T:
     """Return the result of a function for a model, computed once for each key; `keeps` says which results are kept.
 
-    A call with extra arguments has its own cache, since results may depend on them.
+    It is computed again if a module was replaced. A call with extra arguments has its own cache, since results may
+    depend on them.
     """
-    call = current_call()
+    call, key = current_call(), (key, tuple(map(id, modules_of(model))))
     cache = _caches.setdefault(model, {}) if call.caches is None else call.caches.setdefault(call.image, {})
     if key in cache:
         return cast("T", cache[key])
@@ -436,17 +437,6 @@ def _layer_output(model: nn.Module, layer: str, args: tuple[Any, ...], kwargs: M
 
 
 _COPIES = ("clone", "contiguous", "float", "to", "interpolate", "clamp")  # also of hooks that observe a layer
-
-
-def last_operation(tensor: Tensor, names: MutableMapping[Tensor, str]) -> str:
-    """Return "sigmoid" or "softmax" if a tensor of an output holds the values before it; else an empty text.
-
-    Args:
-        tensor: The tensor.
-        names: The operations of such tensors; see `Call.logits`.
-    """
-    base = view_base(tensor)  # the part of one image may be a view
-    return names.get(tensor if base is None else base, "")
 
 
 class _Logits(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
@@ -21,7 +21,7 @@ from ..hooks.pytree import first_tensor, tree_tensors
 from ..io.axes import as_text
 from ..targets.classes import output_tensor
 from ..validation import described
-from .call import Reading, bind_image, bound, cached, current_call, leaf, modules_of, run_model
+from .call import Reading, bind_image, bound, cached, current_call, leaf, run_model
 from .inputs import InputBatch
 from .positions import Grid, PositionTrace, grid_of, is_misplaced
 
@@ -204,7 +204,7 @@ def scan_layers(model: nn.Module, x: Tensor, target: _Score | None = None) -> La
         TargetError: The target has no gradient at any layer, or does not fit the model's output.
     """
     # Do not cache a scan without gradients, such as for a zero head: a later call may find a better layer.
-    scan: LayerScan = cached(model, _key("scan", model, x), partial(_scan, model, x), lambda scan: scan.has_gradient)
+    scan: LayerScan = cached(model, ("scan", x.shape[1:]), partial(_scan, model, x), lambda scan: scan.has_gradient)
     if scan.default is not None or target is None or not (scan.has_gradient and scan.candidates):
         return scan
     last = _last_with_gradient(model, x, scan.candidates, target)
@@ -284,7 +284,7 @@ def head_inputs(model: nn.Module, x: Tensor, target: _Score | None) -> _Layers:
     part = getattr(getattr(target, "target", None), "part", None)
     if target is None or part is None:
         return ()
-    return cached(model, (_key("head", model, x), part), partial(_find_head_inputs, model, x, target))
+    return cached(model, ("head", x.shape[1:], part), partial(_find_head_inputs, model, x, target))
 
 
 _GRAPH_ONLY = partial(saved_tensors_hooks, lambda tensor: None, lambda packed: packed)
@@ -330,44 +330,26 @@ def _find_head_inputs(model: nn.Module, x: Tensor, target: _Score) -> _Layers:
 
 def trace_layers(model: nn.Module, x: Tensor) -> LayerTrace:
     """Trace the positions of the layers and of the attention in one forward of noise, cached as in `scan_layers`."""
-    return cached(model, _key("trace", model, x), partial(_trace, model, x))
-
-
-def _key(name: str, model: nn.Module, x: Tensor) -> Hashable:
-    """Return the key of a cached result: the shape of an image, and the ids of all modules, of which one may change."""
-    return name, tuple(x.shape[1:]), tuple(map(id, modules_of(model)))
+    return cached(model, ("trace", x.shape[1:]), partial(_trace, model, x))
 
 
 def _noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
 
-def _observe(model: nn.Module, x: Tensor, names: Iterable[str], callback: Callable[[str, Tensor], None]) -> Any:
-    """Run the model, and call `callback(name, output)` after each call of some layers; return the model's output."""
-
-    def on_output(name: str, output: Any) -> None:
-        tensor = first_tensor(output)
-        if tensor is not None and not tensor.is_nested:  # as layers of nn.TransformerEncoder return for a padding mask
-            callback(name, tensor)
-
-    modules = dict(model.named_modules())
-    # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
-    with HookManager(exclusive=True) as hooks, torch.enable_grad(), _GRAPH_ONLY():
-        for name in names:
-            hooks.observe(modules[name], partial(on_output, name))
-        return run_model(model, leaf(x))
-
-
 def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
+    has_others = current_call().caches is not None
     # Extra arguments, such as an order of the patches, may differ between the images.
-    x = _noise(1 if current_call().caches is None else len(like), *like.shape[1:]).to(like)
+    x = _noise(len(like) if has_others else 1, *like.shape[1:]).to(like)
     modules = {name: module for name, module in model.named_modules() if name}
     outputs: dict[str, tuple[tuple[int, ...], Tensor | None, list[Node]]] = {}
     misplaced, unrelated = dict[str, bool](), set[str]()
-    has_others = current_call().caches is not None
     counts, reading, rows = Counter[str](), dict[str, int](), dict[str, tuple[int, ...]]()
 
-    def store(name: str, output: Tensor) -> None:
+    def store(name: str, result: Any) -> None:
+        output = first_tensor(result)
+        if output is None or output.is_nested:  # as layers of nn.TransformerEncoder return for a padding mask
+            return
         positions = trace.positions(output)
         if has_others and positions is not None and output.dim() == x.dim() and bool(positions.isnan().all()):
             positions = None  # a part of a stack of images that holds another image
@@ -386,20 +368,19 @@ def _trace(model: nn.Module, like: Tensor) -> LayerTrace:
         outputs[name] = shape, centres, _nodes(output)
         misplaced[name] = output.dim() == x.dim() and positions is not None and is_misplaced(positions, x.shape[2:])
 
-    with PositionTrace(x) as trace:
-        final = _observe(model, x, modules, store)
+    # With gradients, as in the call itself: without, nn.TransformerEncoder runs fused kernels. The graph saves nothing.
+    with PositionTrace(x) as trace, HookManager(exclusive=True) as hooks, torch.enable_grad(), _GRAPH_ONLY():
+        for name, module in modules.items():
+            hooks.observe(module, partial(store, name))
+        final = run_model(model, leaf(x))
     # A model that reads the image as an array hides all relations.
     outputs = {name: output for name, output in outputs.items() if name not in unrelated} or outputs
     # The output of a convolution is channels first, and so is every output of the same shape.
     channels_first = {shape for name, (shape, *_) in outputs.items() if isinstance(modules[name], CHANNELS_FIRST)}
-    layouts = {
-        name: traced_layout(shape, x, positions, channels_first=shape in channels_first)
-        for name, (shape, positions, _) in outputs.items()
-    }
     layers = tuple(
-        SpatialLayer(name, outputs[name][0], replace(layout, rows=rows[name]))
-        for name, layout in layouts.items()
-        if layout
+        SpatialLayer(name, shape, replace(layout, rows=rows[name]))
+        for name, (shape, positions, _) in outputs.items()
+        if (layout := traced_layout(shape, x, positions, channels_first=shape in channels_first))
     )
     spatial = tuple(layer for layer in layers if not (layer.layout.kind == "NCHW" and misplaced[layer.name]))
     layers = _candidates(model, layers)

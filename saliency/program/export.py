@@ -216,7 +216,7 @@ class ProgramQuestions(Questions):
     def __call__(self, output: Any) -> Tensor:
         """Return the scores (N,)."""
         if self.asked:  # the questions of a method about the same classes
-            return self.asked.score(output)
+            return self.score(output)
         scores = class_scores(output)
         if self.scores is None:
             first = self.scores = scores.detach()

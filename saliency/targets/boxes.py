@@ -16,7 +16,7 @@ from ..io.geometry import Box, Geometry
 from ..validation import check_choice, described, is_integer, is_real
 from .candidates import ABSENT, BoxLink, Candidates, CandidatesFunction, Detections, candidates, check_read, iou
 from .classes import class_index, class_name, require_class
-from .question import Categories, Images, Question, QuestionBatch, Target
+from .question import Asked, Categories, Images, Question, Target
 
 BoxPart = Literal["class", "objectness", "x0", "y0", "x1", "y1"]
 _EDGES = ("x0", "y0", "x1", "y1")
@@ -71,7 +71,7 @@ class BoxTarget(Target):
         against = class_index(self.against, images.categories) if is_class else self.against
         return replace(self, label=label, against=against)
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the box of each image. Raises TargetError if an image has no such box."""
         rows, boxes = self.rows(output, images), []
         for image in images.numbers:
@@ -81,7 +81,7 @@ class BoxTarget(Target):
                 raise NotFoundError(f"image {image}: {error}" if images.count > 1 else str(error)) from None
             boxes.append(BoxScore(self, match, images.geometries[image], images))
         score = boxes[0] if len(boxes) == 1 else partial(_scores, boxes)
-        return QuestionBatch([box.question() for box in boxes], score)
+        return [box.question() for box in boxes], score
 
     def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about other classes, or joints, of the box, or about the top classes of other detections."""

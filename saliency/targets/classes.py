@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import TargetError, did_you_mean, plural
 from ..io.geometry import Geometry
 from ..validation import described, is_integer
-from .question import Categories, Images, Link, PartialNames, Question, QuestionBatch, Score, Target, one_score_each
+from .question import Asked, Categories, Images, Link, PartialNames, Question, Score, Target, one_score_each
 
 TargetLike: TypeAlias = (
     int | str | Sequence[int | None] | Sequence[str | None] | Tensor | Target | Score | Sequence[Target | Score] | None
@@ -91,7 +91,7 @@ class ClassTarget(Target):
             labels[index] = None if label is None else class_index(label, images.categories)
         return ClassTarget(tuple(labels))
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions, with the top class of each image for which no class was given."""
         return _questions(output, images, None, "{}", self.find(output, images))
 
@@ -123,7 +123,7 @@ class ClassTarget(Target):
 
 def _questions(
     output: Any, images: Images, derive: Callable[..., Score] | None, name: str, *scores: ClassScore
-) -> QuestionBatch:
+) -> Asked:
     """Return questions about the scores of classes, or about scores derived from them; the first class is explained."""
     first, asked = scores[0], []
     probabilities = None if first.link is None else first.probability(output).detach().float()
@@ -135,7 +135,7 @@ def _questions(
         derived, label = derive(*parts) if derive else parts[0], name.format(*names)
         probability, is_difference = None if probabilities is None else probabilities[image], len(scores) > 1
         asked.append(Question(derived, label, first.classes[row], probability, is_difference, mirrored=derived))
-    return QuestionBatch(asked, derive(*scores) if derive else first)
+    return asked, derive(*scores) if derive else first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +143,17 @@ class Probability(Target):
     """Probability of a class; see `probability`."""
 
     target: ClassTarget
+    or_score: bool = False  # instead of an error, the score itself if the class has no probability
 
     def prepared(self, images: Images) -> Probability:
         """Return the target with class indices instead of names."""
         return replace(self, target=self.target.prepared(images))
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions. Raises TargetError if the class has no probability."""
         score = self.target.find(output, images)
+        if score.link is None and self.or_score:
+            return self.target.ask(output, images)
         if score.link is None:
             problem = "the model returns one number per image, whose probability is unknown"
             hint = "pass the names of both classes as categories= if it is the logit of the second"
@@ -169,7 +172,7 @@ class Contrast(Target):
         """Return the target with class indices instead of names."""
         return Contrast(self.target.prepared(images), self.against.prepared(images))
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions. Raises TargetError if both classes are equal."""
         first, second = self.target.find(output, images), self.against.find(output, images)
         for index, other in zip(first.classes, second.classes, strict=True):
@@ -188,7 +191,7 @@ class Value(Target):
 
     index: tuple[int, ...]
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions. Raises TargetError if the index is outside the output."""
         shape = tuple(output_tensor(output).shape[1:])
         inside = len(self.index) == len(shape) and all(0 <= i < n for i, n in zip(self.index, shape, strict=True))
@@ -226,7 +229,7 @@ class Neuron(Target):
         layer, axis = images.channel_axis(self.layer)
         return replace(self, layer=layer, axis=axis)
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions. Mirroring an image moves its positions, so they have no mirrored question."""
         name = f"channel {self.channel} of {self.layer}" + (f" at {self.position}" if self.position else "")
         return Question(self.score, name, mirrored=None if self.position else self.score).ask(output, images)
@@ -257,13 +260,11 @@ class FunctionTarget(Target):
 
     function: Score
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions, named after the function or its class."""
         name = getattr(self.function, "__name__", type(self.function).__name__).strip("<>")
         scores = [images.score_of(self.function, number) for number in images.numbers]
-        return QuestionBatch(
-            [Question(score, name, mirrored=score) for score in scores], images.score_of(self.function)
-        )
+        return [Question(score, name, mirrored=score) for score in scores], images.score_of(self.function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,16 +287,16 @@ class TargetList(Target):
         """Return the targets with everything computed that does not depend on the output."""
         return TargetList(tuple(target.prepared(images.only(number)) for number, target in enumerate(self.targets)))
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the question of each image's target."""
         asked = [self.targets[number].ask(output, images.only(number)) for number in images.numbers]
 
         def score(output: Any) -> Tensor:
             # Each function reads the rows of all images, so that relevance finds N rows in every operation.
-            rows = (one_score_each(part.score(output), len(asked))[image] for image, part in enumerate(asked))
+            rows = (one_score_each(part(output), len(asked))[image] for image, (_, part) in enumerate(asked))
             return torch.stack(list(rows))
 
-        return QuestionBatch([part[0] for part in asked], score)
+        return [question for (question,), _ in asked], score
 
     def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return the other questions of the image's target."""
@@ -323,7 +324,7 @@ class Located(Target):
         """Return the target with everything computed that does not depend on the output."""
         return Located(self.target.prepared(images.located(self.geometries)), self.geometries)
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions of the target."""
         return self.target.ask(output, images.located(self.geometries))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, Self, cast
@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, cast
 from torch import Tensor
 
 from ..errors import TargetError, plural
+from ..hooks.autograd_graph import view_base
 from ..io.geometry import Box, Geometry
 
 Categories = Sequence[str] | None
@@ -44,12 +45,14 @@ class Images:
         count: The number of images in the batch.
         categories: The class names.
         answer: The answer that is explained; None for an image.
+        logits: The sigmoid or softmax before which the values of each tensor of an output were read; see `Call`.
         located_at: The position of the model's input on each image; empty if it was not computed, or does not exist.
         numbers: The indices of the images that questions are about.
     """
 
     def __init__(self, count: int = 1, categories: Categories = None, answer: AnswerText | None = None) -> None:
         self.count, self.categories, self.answer = count, categories, answer
+        self.logits: Mapping[Tensor, str] = {}
         self.located_at: tuple[Geometry, ...] = ()
         self._readings: list[Any] = [None, {}]  # the last output of a detector, and its candidates by options
         self.numbers: Sequence[int] = range(count)
@@ -82,7 +85,8 @@ class Images:
 
     def last_operation(self, scores: Tensor) -> str:
         """Return "sigmoid" or "softmax" for scores that are the values before it; else an empty text."""
-        return ""
+        base = view_base(scores)  # the part of one image may be a view
+        return self.logits.get(scores if base is None else base, "")
 
     def channel_axis(self, layer: Any) -> tuple[str, int | None]:
         """Return the name of a layer, and the axis of the channels in its output, or None."""
@@ -121,7 +125,7 @@ class Images:
 
     def link(self, scores: Tensor, smallest: float | None = None) -> Link:
         """Return the function from scores (N, classes, ...) to probabilities, given the smallest score if known."""
-        if last := self.last_operation(scores):
+        if self.logits and (last := self.last_operation(scores)):
             return cast("Link", last)
         if scores.numel() and (float(scores.detach().min()) if smallest is None else smallest) >= 0:
             values = scores.detach().float()
@@ -131,6 +135,13 @@ class Images:
         if scores.shape[1] > 1:
             return "softmax" if scores.is_floating_point() else "identity"
         return "sigmoid" if self.class_count(1) == 2 else None
+
+
+Asked = tuple[list["Question"], Score]
+"""The questions about images of a batch, and the function from the output of the batch to the scores (N,).
+
+For a question about one image, only its row of the scores has a meaning.
+"""
 
 
 class Target(ABC):
@@ -151,7 +162,7 @@ class Target(ABC):
         return self
 
     @abstractmethod
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return a question for each of `images.numbers`, with the top class and the like fixed by this output.
 
         Raises:
@@ -199,22 +210,9 @@ class Question(Target):
     part: Hashable = None
     reads_logits: bool = False
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the question unchanged, for each image."""
-        return QuestionBatch([self] * len(images.numbers), self.score)
-
-
-class QuestionBatch(list[Question]):
-    """Questions about images of a batch, and the function from the output of the batch to their scores.
-
-    Attributes:
-        score: The function from the output of the whole batch to the scores (N,). For a question about one image, only
-            its row has a meaning.
-    """
-
-    def __init__(self, questions: Sequence[Question], score: Score) -> None:
-        super().__init__(questions)
-        self.score = score
+        return [self] * len(images.numbers), self.score
 
 
 def one_score_each(scores: Any, images: int) -> Tensor:

@@ -18,7 +18,7 @@ from ..validation import check_choice, check_mask, described, is_integer
 from .boxes import BoxTarget, as_place, as_text, require_inside
 from .candidates import CandidatesFunction, check_read
 from .classes import class_index, class_name, output_tensor, require_class, threshold
-from .question import Images, Question, QuestionBatch, Target
+from .question import Asked, Images, Question, Target
 
 RegionChoice = Literal["predicted", "border"]
 
@@ -49,7 +49,7 @@ class Region(Target):
             require_inside(self.position, images)
         return replace(self, label=class_index(self.label, images.categories))
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the pixels of the output. Raises TargetError if there are no such pixels."""
         index = int(self.label)
         scores = _scores(output, index)
@@ -85,17 +85,17 @@ class Region(Target):
             single = replace(score, cells=part[None])
             mirrored = None if self.joint else single.mirrored()
             questions.append(Question(single, name, mirrored=mirrored, part=self.part, reads_logits=True))
-        return QuestionBatch(questions, score)
+        return questions, score
 
     def others(self, output: Any, images: Images, kind: Literal["class", "box"]) -> Sequence[Question]:
         """Return questions about the other classes of the same pixels, or about the other joints."""
-        (question,) = self.ask(output, images)
+        (question,), _ = self.ask(output, images)
         score = cast("RegionScore", question.score)
         count = max(_scores(output, score.label).shape[1], 1 + score.is_binary) if kind == "class" else 0
         labels = [label for label in range(count) if label != score.label]
         if self.where == "peak":
             joints = [replace(self, label=label, joint=f"joint {label}") for label in labels]
-            return [joint.ask(output, images)[0] for joint in joints]
+            return [joint.ask(output, images)[0][0] for joint in joints]
         names = [class_name(label, images.categories) for label in labels]
         scores = [replace(score, label=label) for label in labels]
         return [replace(question, score=s, name=name, mirrored=None) for s, name in zip(scores, names, strict=True)]
@@ -109,7 +109,9 @@ class Region(Target):
             return max_pool(is_peak[:, None].float(), 3, 1, 1)[:, 0].bool()
         link = "identity" if _has_instances(output) else images.link(scores)
         competes = link == "softmax" or bool(((detached.sum(1) - 1).abs() < 1e-3).all())  # sigmoids do not
-        if detached.shape[1] > 1 and competes and not _is_independent(output):
+        # The masks of SAM are independent: its prompts do not compete for pixels.
+        is_independent = isinstance(output, Mapping) and "pred_masks" in output and not _has_queries(output)
+        if detached.shape[1] > 1 and competes and not is_independent:
             return detached.argmax(1) == index
         limit = threshold(link)
         return channel <= limit if is_binary and not index else channel > limit
@@ -171,11 +173,6 @@ def _scores(output: Any, index: int) -> Tensor:
 def _has_instances(output: Any) -> bool:
     """Return whether an output is a list of instances for each image, as in torchvision's Mask R-CNN."""
     return isinstance(output, list) and bool(output) and all(isinstance(e, Mapping) and "masks" in e for e in output)
-
-
-def _is_independent(output: Any) -> bool:
-    """Return whether the channels are independent masks, as in SAM, whose prompts do not compete for pixels."""
-    return isinstance(output, Mapping) and "pred_masks" in output and not _has_queries(output)
 
 
 def _has_queries(output: Any) -> bool:
@@ -248,7 +245,7 @@ class Keypoint(Target):
         """The joints."""
         return "joint", self.read
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the joint of each image. Raises TargetError if there is no such joint."""
         return self._found(output, images).ask(output, images)
 

@@ -17,7 +17,7 @@ from ..errors import TargetError, plural
 from ..io.axes import at_least_float32
 from ..validation import check_choice, described
 from .classes import embedding
-from .question import Images, Prompt, Question, QuestionBatch, Target
+from .question import Asked, Images, Prompt, Question, Target
 
 Measure = Literal["cosine", "dot", "distance"]
 ITSELF = "similarity to itself"
@@ -44,7 +44,7 @@ class EmbeddingScore:
         embeddings = at_least_float32(self.read(output))
         return self.compare(embeddings, self.others.to(embeddings))
 
-    def ask(self, output: Any, images: Images, name: str, *, is_difference: bool = False) -> QuestionBatch:
+    def ask(self, output: Any, images: Images, name: str, *, is_difference: bool = False) -> Asked:
         """Return the questions. Raises TargetError unless all embeddings have one length."""
         embeddings = self.read(output)
         if embeddings.shape[-1] != self.others.shape[1]:
@@ -72,26 +72,23 @@ class TextSimilarity(_EmbeddingTarget):
         embeddings, scale = images.encode_text([self.prompt, *self.against])
         return replace(self, embeddings=F.normalize(embeddings, dim=1) * (scale if self.against else 1))
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the cosine similarity, or the log-odds."""
         number = len(self.against)
         others = " or ".join(map(_name, self.against)) if number <= _MOST_NAMED else f"{number} other texts"
         name = _name(self.prompt) + (f" rather than {others}" if others else "")
-        score = EmbeddingScore(_log_odds if self.against else _cosines, cast("Tensor", self.embeddings))
-        asked = score.ask(output, images, name, is_difference=bool(self.against))
-        if not self.against:
-            return asked
-        probabilities = score(output).detach().float().sigmoid()  # among all texts
-        return QuestionBatch([replace(asked[0], probability=probabilities[image]) for image in images.numbers], score)
+        score = EmbeddingScore(_text_scores, cast("Tensor", self.embeddings))
+        asked, _ = score.ask(output, images, name, is_difference=bool(self.against))
+        if self.against:
+            probabilities = score(output).detach().float().sigmoid()  # among all texts
+            asked = [replace(asked[0], probability=probabilities[image]) for image in images.numbers]
+        return asked, score
 
 
-def _cosines(embeddings: Tensor, others: Tensor) -> Tensor:
-    return F.linear(F.normalize(embeddings, dim=1), others)[:, 0]
-
-
-def _log_odds(embeddings: Tensor, others: Tensor) -> Tensor:
-    scores = F.linear(F.normalize(embeddings, dim=1), others)  # (N, K)
-    return scores[:, 0] - scores[:, 1:].logsumexp(1)
+def _text_scores(embeddings: Tensor, texts: Tensor) -> Tensor:
+    """Return the cosines (N,) of the embeddings and a text, or the log-odds of the first of several texts."""
+    scores = F.linear(F.normalize(embeddings, dim=1), texts)  # (N, K)
+    return scores[:, 0] if len(texts) == 1 else scores[:, 0] - scores[:, 1:].logsumexp(1)
 
 
 def _name(prompt: Prompt) -> str:
@@ -115,7 +112,7 @@ class Similarity(_EmbeddingTarget):
         ]
         return replace(self, embeddings=torch.cat([row.detach().to(rows[0]) for row in rows]))
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the similarity."""
         names = [Path(r).name if isinstance(r, str | os.PathLike) else "a reference" for r in self.references]
         score = EmbeddingScore(partial(_similarities, self.measure), cast("Tensor", self.embeddings))
@@ -138,12 +135,12 @@ def _similarities(measure: Measure, embeddings: Tensor, others: Tensor) -> Tenso
 class SelfSimilarity(Target):
     """Cosine similarity of changed versions of an image to the image itself; see `similarity`."""
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions, with the embeddings of the images themselves from their output."""
         itself = embedding(output).detach()
         scores = [EmbeddingScore(F.cosine_similarity, itself[image : image + 1]) for image in images.numbers]
         questions = [Question(score, ITSELF, mirrored=score) for score in scores]
-        return QuestionBatch(questions, EmbeddingScore(F.cosine_similarity, itself))
+        return questions, EmbeddingScore(F.cosine_similarity, itself)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +157,7 @@ class MaxSimilarity(_EmbeddingTarget):
             raise TargetError(f"word {self.word} is outside 0..{len(words) - 1}")
         return replace(self, embeddings=words if self.word is None else words[self.word][None])
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the sum over the words of the largest similarity."""
         score = EmbeddingScore(_late_interaction, cast("Tensor", self.embeddings), _token_embeddings)
         return score.ask(output, images, self.prompt if self.word is None else f"word {self.word} of {self.prompt}")

@@ -13,7 +13,7 @@ from ..errors import TargetError
 from ..io.axes import at_least_float32
 from ..validation import described, is_integer
 from .classes import output_tensor
-from .question import AnswerText, Images, Question, QuestionBatch, Target
+from .question import AnswerText, Asked, Images, Question, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Words(Target):
     against: str | None = None
     chosen: int | slice | None = None
 
-    def ask(self, output: Any, images: Images) -> QuestionBatch:
+    def ask(self, output: Any, images: Images) -> Asked:
         """Return the questions about the tokens. Raises TargetError if the answer does not contain them."""
         answer = images.answer
         if answer is None:
@@ -48,7 +48,7 @@ class Words(Target):
         score = WordScore(pairs, other)
         probabilities, difference = score.probabilities(output), other is not None
         asked = [Question(score, label, None, probabilities[n], difference, mirrored=score) for n in images.numbers]
-        return QuestionBatch(asked, score)
+        return asked, score
 
     def _explained_tokens(self, answer: AnswerText) -> range:
         """Return the tokens of the answer that the target explains."""

@@ -18,8 +18,8 @@ from saliency.attribution.questions import Questions
 from saliency.errors import MethodError, SaliencyWarning
 from saliency.evaluation.comparison import combined_p
 from saliency.evaluation.metrics import exact_tests
-from saliency.evaluation.metrics.base import SharedResults, Subject
-from saliency.evaluation.metrics.exact_tests import full_size, untrained, untrained_map
+from saliency.evaluation.metrics.base import SharedResults, Subject, full_size
+from saliency.evaluation.metrics.exact_tests import untrained, untrained_map
 from saliency.evaluation.metrics.method_metrics import randomise
 from saliency.metrics import ClassTest, WeightsTest, measure
 from saliency.testing import images, tiny_model
@@ -119,6 +119,21 @@ def test_mosaics_have_the_size_and_precision_of_the_image(size: int, dtype: torc
     method = InputXGradient(model)
     (result,) = measure("class", method.attribute(x, 0), method=method, inputs=x, others=torch.cat(others))
     assert result.values == pytest.approx(1)
+
+
+def test_the_image_the_mosaic_and_each_map_run_no_more_than_once() -> None:
+    model, rows = ColourClasses(), list[int]()
+    model.register_forward_pre_hook(lambda model, args: rows.append(len(args[0])))  # the permuted copies have it too
+    method, x = InputXGradient(model), coloured(0)
+    explanation = method.attribute(x, 0)
+    others, maps, steps = 3, 1 + 4, 4
+    expected = {"class": others + 1, "weights": 2 + maps * steps + 4}  # 2: the image, and the image blurred
+    context: dict[str, Any] = {"method": method, "inputs": x, "others": coloured(1, 2, 3)}
+    WeightsTest(draws=1).measure(explanation, **context)  # checks the model, once
+    for test in (ClassTest(), WeightsTest(draws=4)):
+        rows.clear()
+        test.measure(explanation, **context)
+        assert sum(rows) == expected[test.name]
 
 
 def test_photos_of_the_package_take_the_place_of_others_for_the_classes_of_imagenet() -> None:

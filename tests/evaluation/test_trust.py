@@ -68,6 +68,7 @@ def test_maps_that_ignore_the_model_are_tied_in_both_tests(cls: type[Attribution
     assert [row.p for row in card.tests] == [1, 1]
     assert all(row.verdict.startswith(UNCLEAR) for row in card.tests)
     assert len(card["weights"].strip) == 1 + (19 if cls is Constant else 3)  # no further map after three ties
+    assert card["mprt"].value == 0
 
 
 def test_more_draws_have_a_smaller_level(card: TrustCard) -> None:
@@ -137,7 +138,7 @@ def test_after_the_time_limit_the_tests_remain_and_the_numbers_are_left_out(card
     assert [row.name for row in short] == ["class", "weights"]
     assert short["weights"].p is not None
     assert 1 / 20 < short["weights"].p < 1
-    assert short["weights"].verdict.endswith("; seconds=1e-06 allows no more than 3 of 19")
+    assert short["weights"].verdict.endswith("; seconds=1e-06 allows no more than 1 of 19")
     with pytest.raises(LayerError, match='"mprt" was not measured: it does not fit into seconds=1e-06'):
         short["mprt"]
     with pytest.raises(LayerError, match='no row "random_bxo" in this table of 2'):

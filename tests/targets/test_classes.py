@@ -746,7 +746,7 @@ def test_a_ready_made_target_serves_many_calls(x: Tensor) -> None:
 
 
 def test_a_target_that_knows_what_it_is_says_so() -> None:
-    (question,) = as_target(3).prepared(Images()).ask(torch.eye(4)[:1] * 7, Images())
+    (question,), _ = as_target(3).prepared(Images()).ask(torch.eye(4)[:1] * 7, Images())
     assert torch.equal(question.score(torch.eye(4)[:2] * 7), torch.zeros(2))
     assert re.fullmatch(r"ClassTarget\(classes=3\)", repr(as_target(3)))
 

@@ -48,7 +48,7 @@ LOGITS = torch.randn(2, 12, len(PIECES), generator=torch.Generator().manual_seed
 
 def asked(target: Target, logits: Tensor = LOGITS) -> Question:
     """The question about the first image."""
-    return target.ask(logits, Images(len(logits), answer=ANSWER))[0]
+    return target.ask(logits, Images(len(logits), answer=ANSWER))[0][0]
 
 
 def score(target: Target) -> Tensor:

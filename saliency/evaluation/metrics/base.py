@@ -150,16 +150,15 @@ def _number(values: Tensor) -> str:
 class SharedResults:
     """Results that metrics share, each of which is computed once."""
 
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
     def once(self, key: Hashable, compute: Callable[..., _T], *arguments: Any) -> _T:
         """Return `compute(*arguments)`, which runs once for each key."""
         if key not in self._results:
             self._results[key] = compute(*arguments)
         result: _T = self._results[key]
         return result
-
-    @cached_property
-    def _results(self) -> dict[Hashable, Any]:
-        return {}
 
 
 class Subject(SharedResults):
@@ -202,6 +201,7 @@ class Subject(SharedResults):
         shared: SharedResults | None = None,
         others: ImagesLike | None = None,
     ) -> None:
+        super().__init__()
         require_explanation(explanation, "a metric")
         if explanation.values.dim() > 4:
             raise MethodError(
@@ -217,12 +217,11 @@ class Subject(SharedResults):
         self._method, self._model, self._inputs, self.other_images = method, model, inputs, others
         if method is not None and isinstance(inputs, InputBatch):
             self._method = method.of_input(inputs.names[0])
-        target = parse_target(target, getattr(method or model, "categories", None))
-        self._target: TargetLike = target
-        targets = target if isinstance(target, list | tuple) else [target] * len(explanation)
-        asked = [getattr(entry, "target", entry) for entry in targets]
+        self._target: TargetLike = parse_target(target, getattr(method or model, "categories", None))
+        self._targets = self._target if isinstance(self._target, list | tuple) else [self._target] * len(explanation)
+        asked = [getattr(entry, "target", entry) for entry in self._targets]
         self._are_located = [isinstance(entry, BoxTarget | Region | Keypoint) for entry in asked]
-        self._targets, self._is_located = targets, any(self._are_located)
+        self._is_located = any(self._are_located)
         self._masks, self._reference = masks, reference
 
     @cached_property
@@ -239,26 +238,26 @@ class Subject(SharedResults):
 
     def of_maps(self, maps: Tensor) -> Subject:
         """Return this subject with other maps (M, N, H, W) instead of the map and its controls."""
+        output = self.output  # once for all copies
         subject = copy.copy(self)
-        subject.maps = maps
+        subject.maps, subject.output = maps, output
         return subject
+
+    def of(self, explanation: Explanation, **changed: Any) -> Subject:
+        """Return the subject of another explanation of the same images, without controls, and with other arguments."""
+        images: Any = {"inputs": self.inputs_for(self.reader, self.images), "target": self._target}
+        network: Any = {"method": self._method, "model": self._model, "score": self.score, "others": self.other_images}
+        context = {"seed": self.seed, "shared": self.shared, "controls": False, **images, **network, **changed}
+        return Subject(explanation, **context)
 
     def single(self, index: int) -> Subject:
         """Return the subject of one image, without controls."""
         if len(self.explanation) == 1:
             return self
-        images, target = self.images[index : index + 1], self.explained_target
-        return Subject(
-            self.explanation[index],
-            method=self.method,
-            inputs=self.inputs_for(self.method, images),
-            target=target[index] if isinstance(target, list | tuple) else target,
-            score=self.score,
-            seed=self.seed,
-            shared=self.shared,
-            others=self.other_images,
-            controls=False,
-        )
+        target = self.explained_target
+        target = target[index] if isinstance(target, list | tuple) else target
+        inputs = self.inputs_for(self.method, self.images[index : index + 1])
+        return self.of(self.explanation[index], inputs=inputs, target=target)
 
     def scores_of(self, images: Tensor) -> Tensor:
         """Return the scores of other images (N, C, H, W) for the explained targets: (N,)."""
@@ -403,6 +402,11 @@ def _batch(images: Tensor) -> Batch:
     return Batch(images, (None,) * len(images))
 
 
+def full_size(explanation: Explanation) -> Tensor:
+    """Return the maps of an explanation at the size of the model's input (N, H, W)."""
+    return resized_within(reduced_maps(explanation, None), explanation.input_size)
+
+
 def resized_within(maps: Tensor, size: tuple[int, ...]) -> Tensor:
     """Resize maps (N, h, w) within their ranges, so that rounding does not order the pixels of a constant map."""
     return resized(maps, size).clamp(maps.amin((1, 2), True), maps.amax((1, 2), True))
@@ -542,12 +546,10 @@ def measure(
     Raises:
         MethodError: A metric is unknown, or needs data that was not given.
     """
-    resolved = resolve_metrics(metrics)
     parameters = list(inspect.signature(Subject).parameters)
-    for name in context:
-        if name not in parameters:
-            raise TypeError(f'measure has no argument "{name}"{did_you_mean(name, parameters)}')
-    return measurements(resolved, Subject(explanation, **context), chunk=chunk, progress=progress)
+    for name in context.keys() - parameters:
+        raise TypeError(f'measure has no argument "{name}"{did_you_mean(name, parameters)}')
+    return measurements(resolve_metrics(metrics), Subject(explanation, **context), chunk=chunk, progress=progress)
 
 
 def measurements(metrics: Sequence[Metric], subject: Subject, **passes: Any) -> list[Measurement]:
@@ -575,13 +577,14 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
         got = f"values {tuple(outcome.values.shape)}"
         raise MethodError(f"{label}.outcome returned {got}; expected {shape}, a row for the map and for each control")
     rows = {name: [row for row, other in enumerate(names, 1) if other == name] for name in names}
+    draws = {name: outcome.values[row] for name, row in rows.items()}
     curves = outcome.curves
     return Measurement(
         metric.name or type(metric).__name__,
         {**metric.settings, "score": subject.score, "seed": subject.seed},
         outcome.values[0],
         None if outcome.error is None else outcome.error[0],
-        {name: _control(outcome.values[row]) for name, row in rows.items()},
+        {name: Control(values.mean(0), values.amin(0), values.amax(0)) for name, values in draws.items()},
         metric.higher_is_better,
         None if outcome.p is None else outcome.p[0],
         None if curves is None else curves[0],
@@ -589,8 +592,3 @@ def measurement(metric: Metric, subject: Subject, outcome: Outcome) -> Measureme
         outcome.at,
         outcome.passes,
     )
-
-
-def _control(draws: Tensor) -> Control:
-    """Return the control with these values (draws, N)."""
-    return Control(draws.mean(0), draws.amin(0), draws.amax(0))

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
-from itertools import islice, permutations
+from itertools import permutations
 from typing import Any, cast
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
 from ...attribution.base import Attribution
-from ...attribution.explanation import Explanation
-from ...attribution.heatmap import reduced_maps
 from ...attribution.options import Option
 from ...errors import MethodError, SaliencyError
 from ...hooks.manager import HookManager
@@ -27,7 +25,7 @@ from ...model.call import bound, prepared_for_attribution, run_model
 from ...targets.classes import class_scores
 from ...targets.words import words
 from ...validation import check_integer, check_number
-from .base import ABSOLUTE, RELATIVE, Metric, Outcome, Subject, resized_within
+from .base import ABSOLUTE, RELATIVE, Metric, Outcome, SharedResults, Subject, full_size
 from .faithfulness import Deletion, Insertion, area, digest
 from .method_metrics import copied, randomise, require_weights, restore, tensors_of
 
@@ -39,9 +37,6 @@ CURVES = (Deletion(steps=2, until=UNTIL), Insertion(steps=2, until=UNTIL))
 
 OBJECTS = 4
 """The number of classes, boxes or words: of their 24 assignments, the right one has a p-value of 1/24."""
-
-BLOCK = 3
-"""The number of permuted networks whose maps are scored together."""
 
 TRIES = 3
 """The largest number of permuted networks for each draw. If too few of them have a map, the missing maps are ties."""
@@ -82,11 +77,6 @@ def effects(subject: Subject, maps: Tensor) -> Tensor:
     curves = (cast("Tensor", outcomes[curve].curves)[:, 0] for curve in CURVES)  # (M, steps)
     deletion, insertion = (area(curve.sign() * curve.abs().sqrt()) for curve in curves)
     return insertion - deletion
-
-
-def full_size(explanation: Explanation) -> Tensor:
-    """Return the maps of an explanation at the size of the model's input (N, H, W)."""
-    return resized_within(reduced_maps(explanation, None), explanation.input_size)
 
 
 def slack(value: float) -> float:
@@ -149,17 +139,17 @@ class WeightsTest(ExactTest):
 
     def _scores(self, subject: Subject) -> tuple[float, list[float], int]:
         require_weights(subject.method.model)
-        began, own_map, others = time.perf_counter(), full_size(subject.explanation), list[float]()
-        (own,) = effects(subject, own_map).tolist()
-        tries = 0 if _is_constant(own_map) else TRIES * self.draws
-        usable = ((draw, map_) for draw in range(tries) if not _is_constant(map_ := untrained_map(subject, draw)))
-        while block := [*islice(usable, min(BLOCK, self.draws - len(others)))]:
-            others += effects(subject, torch.cat([map_ for _, map_ in block])).tolist()
+        began, map_, others = time.perf_counter(), full_size(subject.explanation), list[float]()
+        own, tries = float(effects(subject, map_)), 0 if _is_constant(map_) else TRIES * self.draws
+        for draw in range(tries):
+            if _is_constant(map_ := untrained_map(subject, draw)):
+                continue
+            others.append(float(effects(subject, map_)))
             is_late = self.seconds is not None and time.perf_counter() - began > self.seconds
             # A map that is worse than all others also has a verdict: continue drawing until it is certain.
             is_decided = self.stop is not None and len(reached(own, others)) >= self.stop and not is_worst(own, others)
             if len(others) == self.draws or is_decided or is_late:
-                return own, others, block[-1][0] + 1 - len(others)
+                return own, others, draw + 1 - len(others)
         return own, others + (self.draws - len(others)) * [own], tries - len(others)  # networks without a map are tied
 
 
@@ -190,22 +180,21 @@ def untrained(subject: Subject, draw: int) -> Attribution:
     Each image has different permutations, so that the ranks of several images are independent, given the model. The
     permuted weights are kept for other methods on the image, unless they are larger than `KEPT`.
     """
-    method, model, of_image = subject.once("copy", copied, subject), subject.method.model, digest(subject.images)
-    numbers = subject.seed, draw, int.from_bytes(of_image[:4])
+    method, model = subject.once("copy", copied, subject), subject.method.model
+    numbers = subject.seed, draw, int.from_bytes(digest(subject.images)[:4])
     weights = tensors_of(method.model, recurse=True)
+    is_kept = sum(weight.nbytes for weight in weights) <= KEPT
 
     def permuted() -> list[Tensor]:
         restore(method.model, model)
         randomise(method.model, [name for name, _ in model.named_modules()], *numbers)
         with subject.bound(subject.images):
             normalise(method.model, subject.images)
-        return [weight.clone() for weight in weights]
+        return [weight.clone() for weight in weights] if is_kept else weights
 
-    if sum(weight.nbytes for weight in weights) > KEPT:
-        permuted()
-        return method
     with torch.no_grad():
-        values = subject.shared.once(("permuted", id(model), *numbers), permuted)
+        results = subject.shared if is_kept else SharedResults()
+        values = results.once(("permuted", id(model), *numbers), permuted)
         for weight, value in zip(weights, values, strict=True):
             weight.copy_(value)
     return method
@@ -277,9 +266,8 @@ def mosaic_shares(subject: Subject) -> Tensor:
     tiles = interpolate(images.float(), half, mode="bilinear", antialias=True).to(images)  # not defined for halves
     first, second, third, fourth = tiles
     mosaic = torch.cat([torch.cat([first, second], 2), torch.cat([third, fourth], 2)], 1)[None, :, :height, :width]
-    inputs = subject.inputs_for(method, mosaic.expand(OBJECTS, -1, -1, -1))
-    explanation = method.attribute(inputs, [label, *(labels[n] for n in numbers)])
-    maps = full_size(explanation).cpu().double().clamp(min=0)
+    explanations = method.attribute_classes(subject.inputs_for(method, mosaic), [label, *(labels[n] for n in numbers)])
+    maps = torch.cat([full_size(explanation) for explanation in explanations]).cpu().double().clamp(min=0)
     even = pad(maps, (0, width % 2, 0, height % 2))
     quarters = even.view(OBJECTS, 2, half[0], 2, half[1]).sum((2, 4)).flatten(1)
     totals = quarters.sum(1, keepdim=True)
@@ -311,7 +299,7 @@ def object_effects(subject: Subject) -> Tensor:
     if len(targets) < OBJECTS:
         found = f"and the image has {len(targets) - 1}"
         raise MethodError(f"the test needs three other boxes, regions, joints or words, {found}")
-    explanations = [subject.explanation, *(method.attribute(inputs, target) for target in targets[1:])]
+    explanations = [subject.explanation, *method.attribute_classes(inputs, targets[1:])]
     maps = torch.cat([full_size(explanation) for explanation in explanations])
     boxes = [getattr(target, "box", None) for target in targets]
     if None not in boxes:
@@ -319,7 +307,5 @@ def object_effects(subject: Subject) -> Tensor:
         fractions = positive / positive.sum((1, 2), keepdim=True).clamp(min=1e-30)
         corners = [[max(0, round(edge)) for edge in cast("Box", box)] for box in boxes]
         return torch.stack([fractions[:, top:end, left:right].sum((1, 2)) for left, top, right, end in corners], 1)
-    context: dict[str, Any] = {"method": method, "inputs": inputs, "seed": subject.seed, "shared": subject.shared}
     pairs = zip(explanations, targets, strict=True)
-    subjects = [Subject(each, target=target, controls=False, **context) for each, target in pairs]
-    return torch.stack([effects(each, maps) for each in subjects], 1)
+    return torch.stack([effects(subject.of(each, target=target), maps) for each, target in pairs], 1)

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ...io.inputs import Batch
 from ...methods.baselines import Fill, Filler, FillOption, GivenImages
 from ...methods.gradient import VanillaGradient
 from ...methods.segments import ResolvedSegments, Segments, SegmentsLike, resolve_segments, segmented
-from ...model.call import bound, run_model
+from ...model.call import bound, current_call, run_model
 from ...targets.classes import TargetLike
 from ...validation import check_choice, check_integer, check_number
 from .base import Metric, Outcome, SharedResults, Subject, stacked
@@ -55,13 +55,7 @@ class PerturbationMetric(Metric):
         return self.together([self], subject)[self]
 
     def together(self, metrics: Sequence[Metric], subject: Subject, **passes: Any) -> dict[Metric, Outcome]:
-        """Measure by all metrics of this kind, which share the forwards.
-
-        Args:
-            metrics: The metrics; other kinds are ignored.
-            subject: The explanation to measure.
-            **passes: Options of `MultiPassAttribution`: `chunk`, `progress`.
-        """
+        """Measure by all metrics of this kind, which share the forwards; other kinds are ignored."""
         if "chunk" in passes:
             check_chunk("chunk", passes["chunk"])
         same_kind = [metric for metric in metrics if isinstance(metric, PerturbationMetric)]
@@ -72,13 +66,14 @@ class PerturbationMetric(Metric):
 
         def measure(batch: Batch, targets: Sequence[TargetLike]) -> None:
             """Measure the next images. The model is prepared."""
-            x = batch.inputs
+            x, model = batch.inputs, reader.model
             asked = Questions(targets[0], reader.images(x, batch.frames))
             with HookManager(), torch.no_grad():
-                for index, score in enumerate(asked(run_model(reader.model, x))):
-                    with Passes(
-                        reader.model, x[index : index + 1], asked, index, score, label="metrics", **passes
-                    ) as variants:
+                # A target that reads logits finds them in the forward of this call.
+                is_new = len(x) < len(images) or current_call().logits is not None
+                for index, score in enumerate(asked(run_model(model, x) if is_new else subject.output)):
+                    single = x[index : index + 1]
+                    with Passes(model, single, asked, index, score, label="metrics", **passes) as variants:
                         image = PerturbedImage(variants, score, subject, len(measured), self.of_explained_score)
                         measured.append([image.measured(metric) for metric in sharing])
 
@@ -156,37 +151,18 @@ class PerturbedImage:
         return self.shared.once(key, segmented, self.x, by, self.preprocess)
 
     def scores(self, key: Hashable, count: int, make: MakeInputs, *, local: bool = False) -> Tensor:
-        """Return the scores of `count` images (count,), float64 on the CPU. Each key is run once.
-
-        Args:
-            key: A key that identifies the images.
-            count: The number of images.
-            make: As for `Passes.forwards`.
-            local: As for `Passes.forwards`.
-        """
-        return self.shared.once(("scores", key), self._run, count, make, local)
-
-    def _run(self, count: int, make: MakeInputs, local: bool) -> Tensor:
-        return self.passes.scores(make, count, local=local).cpu().double()
+        """Return the scores of images (count,), float64 on the CPU, as `Passes.scores`. Each key is run once."""
+        return self.shared.once(("scores", key), lambda: self.passes.scores(make, count, local=local).cpu().double())
 
     def masked_scores(
         self, key: Hashable, count: int, fill: Fill, hidden: Callable[[int, int], Tensor], *, local: bool = False
     ) -> Tensor:
         """Return the scores (count,) with some pixels replaced.
 
-        Args:
-            key: A key that identifies the masks.
-            count: The number of images.
-            fill: The value of hidden pixels.
-            hidden: Returns the masks (k, H, W) from `start` to `stop`, true for hidden pixels.
-            local: As for `Passes.forwards`.
+        `hidden(start, stop)` returns some of the masks (k, H, W), true for hidden pixels; the key identifies all masks.
         """
         filler = Filler(self.x, fill)
-
-        def make(start: int, stop: int) -> Tensor:
-            return filler(hidden(start, stop)[:, None])
-
-        return self.scores((key, fill_name(fill)), count, make, local=local)
+        return self.scores((key, fill_name(fill)), count, lambda i, j: filler(hidden(i, j)[:, None]), local=local)
 
     def empty(self, fill: Fill) -> float:
         """Return the score with all pixels replaced."""
@@ -194,36 +170,24 @@ class PerturbedImage:
         return float(self.masked_scores("all", 1, fill, lambda start, stop: hidden))
 
     def curves(self, counts: Sequence[int], fill: Fill, *, lowest_first: bool = False, insert: bool = False) -> Tensor:
-        """Return the scores with the first pixels of each order replaced (M, K), or with only these shown.
-
-        Args:
-            counts: The K numbers of pixels.
-            fill: The value of hidden pixels.
-            lowest_first: Whether the order is of ascending relevance.
-            insert: Whether the first pixels are shown and all others hidden.
-        """
+        """Return the scores without the first pixels of each order (M, K), or with `insert` only with these shown."""
         ranks = self.pixels - 1 - self.ranks if lowest_first else self.ranks
-        return torch.stack([self._curve(row, counts, fill, insert) for row in ranks])
+        return torch.stack([self.curve(row, counts, fill, insert) for row in ranks])
 
-    def _curve(self, ranks: Tensor, counts: Sequence[int], fill: Fill, insert: bool = False) -> Tensor:
+    def curve(self, ranks: Tensor, counts: Sequence[int], fill: Fill, insert: bool = False) -> Tensor:
         """Return the scores (K,) with the first pixels of an order (H, W) replaced, or with only these shown."""
         last = int(ranks.max()) + 1
         inner = [count for count in counts if 0 < count < last]
         limits = torch.tensor(inner, dtype=torch.int64, device=ranks.device)[:, None, None]
 
         def hidden(start: int, stop: int) -> Tensor:
-            first = ranks < limits[start:stop]
-            return ~first if insert else first
+            return (ranks < limits[start:stop]) != insert
 
-        scores = self.masked_scores(("curve", digest(ranks), *inner, insert), len(inner), fill, hidden)
-        by_count: dict[int, float] = dict(zip(inner, scores.tolist(), strict=True))
-
-        def score(count: int) -> float:
-            if count in by_count:
-                return by_count[count]
-            return self.full if (count == 0) != insert else self.empty(fill)  # equal for all orders
-
-        return torch.tensor([score(count) for count in counts], dtype=torch.float64, device="cpu")
+        key = "curve", digest(ranks), *inner, insert
+        scores = dict(zip(inner, self.masked_scores(key, len(inner), fill, hidden).tolist(), strict=True))
+        for count in {*counts} - {*inner}:  # all pixels or none: the same for all orders
+            scores[count] = self.full if (count == 0) != insert else self.empty(fill)
+        return torch.tensor([scores[count] for count in counts], dtype=torch.float64, device="cpu")
 
     @property
     def blurred(self) -> GivenImages:
@@ -245,39 +209,19 @@ class PerturbedImage:
         """Return the rank of each segment in descending order of mean relevance (M, segments)."""
         return ranks_of(self.segment_sums(segments, self.maps) / segments.sizes.cpu())
 
-    def segment_curves(self, by: ResolvedSegments, fill: Fill) -> Tensor:
-        """Return the scores with the segments of highest mean relevance replaced, none to all: (M, segments + 1)."""
+    def subsets(self, by: ResolvedSegments, size: int, passes: int, fill: Fill) -> tuple[Tensor, Tensor]:
+        """Return the contribution of random sets of segments (M, passes), and the drops in the score without them."""
         segments = self.segments(by)
-        ranks = self.segment_ranks(segments).to(self.x.device)
-        return torch.stack([self._curve(row[segments.labels], range(segments.count + 1), fill) for row in ranks])
-
-    def without_segments(
-        self, key: Hashable, by: ResolvedSegments, chosen: Tensor, fill: Fill
-    ) -> tuple[Tensor, Tensor]:
-        """Return the contribution of sets of segments (M, k), and the drops in the score without them (k,).
-
-        Args:
-            key: A key that identifies the sets.
-            by: The segments.
-            chosen: (k, segments) of bool, on the CPU.
-            fill: The value of hidden pixels.
-        """
-        segments = self.segments(by)
-        is_single = bool((chosen.sum(1) == 1).all())
+        chosen = torch.zeros(passes, segments.count, dtype=torch.bool, device="cpu")
+        for number, row in enumerate(chosen):
+            row[torch.randperm(len(row), generator=generator(self.seed, size, number), device="cpu")[:size]] = True
 
         def hidden(start: int, stop: int) -> Tensor:
             return segments.hidden(~chosen[start:stop])[:, 0]
 
-        scores = self.masked_scores((key, id(segments)), len(chosen), fill, hidden, local=is_single)
-        return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, self.full - scores
-
-    def subsets(self, by: ResolvedSegments, size: int, passes: int, fill: Fill) -> tuple[Tensor, Tensor]:
-        """Return contributions and drops as `without_segments`, for random sets of `size` segments."""
-        count = self.segments(by).count
-        chosen = torch.zeros(passes, count, dtype=torch.bool, device="cpu")
-        for number, row in enumerate(chosen):
-            row[torch.randperm(count, generator=generator(self.seed, size, number), device="cpu")[:size]] = True
-        return self.without_segments(("subsets", size, passes), by, chosen, fill)
+        key = "subsets", size, passes, id(segments)
+        falls = self.full - self.masked_scores(key, passes, fill, hidden, local=size == 1)
+        return self.segment_sums(segments, self.contributions(fill)) @ chosen.double().T, falls
 
     def shown_by_map(self) -> Tensor:
         """Return the scores of the image multiplied by each map, scaled to 0..1 (M,); a constant map is scaled to 1."""
@@ -378,6 +322,20 @@ class OrderedMetric(PerturbationMetric):
         return self.order == "lerf"
 
 
+class OrderDifference(PerturbationMetric):
+    """Base class of an `OrderedMetric` with the least relevant pixels first, minus the same with the most relevant."""
+
+    higher_is_better = True
+    ordered: ClassVar[type[OrderedMetric]]
+    """The metric, which has the options of this one."""
+
+    def measure_image(self, image: PerturbedImage) -> Outcome:
+        """Compute the differences of one image."""
+        metrics = [self.ordered(order=order, **vars(self)) for order in ("lerf", "morf")]
+        least, most = (cast("Any", metric.measure_image(image)) for metric in metrics)
+        return Outcome(least.values - most.values, curves=least.curves - most.curves, at=least.at)
+
+
 class Deletion(OrderedMetric):
     """Area under the score while the most relevant pixels are deleted first; lower is better. Also: pixel flipping.
 
@@ -433,7 +391,7 @@ class Insertion(PerturbationMetric):
         return _areas(image.curves(counts, image.blurred, insert=True), self.until)
 
 
-class ABPC(PerturbationMetric):
+class ABPC(OrderDifference):
     """Area between the curves of deletion: least relevant first, minus most relevant first; higher is better.
 
     Args:
@@ -447,16 +405,10 @@ class ABPC(PerturbationMetric):
     """
 
     name = "abpc"
-    higher_is_better = True
+    ordered = Deletion
 
     steps: Option[int] = Option(224, check_integer)
     fill: FillOption = FillOption()
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the areas of one image."""
-        counts = _counts(self.steps, image.pixels)
-        least, most = (image.curves(counts, self.fill, lowest_first=lowest) for lowest in (True, False))
-        return _areas(least - most)
 
 
 class AOPC(PerturbationMetric):
@@ -530,9 +482,11 @@ class IROF(PerturbationMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the areas of one image."""
-        curves = image.segment_curves(self.segments, "mean")
-        fractions = curves / image.full if image.full else torch.ones_like(curves)
-        outcome = _areas(fractions)
+        segments = image.segments(self.segments)
+        ranks = image.segment_ranks(segments).to(image.x.device)
+        counts = range(segments.count + 1)
+        curves = torch.stack([image.curve(row[segments.labels], counts, "mean") for row in ranks])
+        outcome = _areas(curves / image.full if image.full else torch.ones_like(curves))
         return outcome._replace(values=1 - outcome.values)
 
 

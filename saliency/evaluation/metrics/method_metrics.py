@@ -44,17 +44,14 @@ METHOD_CONTROLS = ("constant", "random", "edges")
 class Maps(SharedResults):
     """Maps of any images, by the method or by a control, which ignores the model and the target.
 
-    Args:
-        subject: The explanation to measure.
-        control: One of `METHOD_CONTROLS`, or "" for the method.
-
     Attributes:
         subject: The explanation to measure.
-        control: The name of the control.
+        control: One of `METHOD_CONTROLS`, or "" for the method.
         calls: The number of calls of the method so far.
     """
 
     def __init__(self, subject: Subject, control: str = "") -> None:
+        super().__init__()
         self.subject, self.control, self.calls = subject, control, 0
 
     @cached_property
@@ -63,13 +60,7 @@ class Maps(SharedResults):
         return self._control_maps(self.subject.images, 0) if self.control else self.subject.explanation.values
 
     def __call__(self, images: Tensor, method: Attribution | None = None, target: TargetLike = None) -> Tensor:
-        """Return the maps (N, C, h, w) of images as the model's input (N, C, H, W).
-
-        Args:
-            images: The images.
-            method: The method, if it differs from the explanation's method.
-            target: The target, if it differs from the explanation's target.
-        """
+        """Return the maps (N, C, h, w) of images (N, C, H, W), by default by the explained method and target."""
         self.calls += 1
         if self.control:
             is_original = images is self.subject.images and self.control != "random"
@@ -92,13 +83,6 @@ class Maps(SharedResults):
             return noise.to(images).expand(len(images), *shape)
         return edges(images)[:, None]
 
-    def noise(self, radius: float, number: int) -> Tensor:
-        """Return the draw `number` of uniform noise up to `radius`, the same for all images: (N, C, H, W)."""
-        images = self.subject.images
-        source = generator(self.subject.seed, number)
-        draws = torch.rand(images.shape[1:], generator=source, dtype=torch.float64, device="cpu")
-        return (radius * (2 * draws - 1)).to(images).expand_as(images)
-
 
 class MethodMetric(Metric):
     """Base class of the metrics that call the method again. The controls are methods that ignore the model."""
@@ -120,26 +104,18 @@ class MethodMetric(Metric):
 def similarities(first: Tensor, others: Iterable[Tensor], kind: SimilarityKind = "spearman") -> Tensor:
     """Return the similarity of maps (N, C, h, w), summed over the channels, to k other maps: (N, k). Equal maps have 1.
 
-    Args:
-        first: The maps.
-        others: The other maps.
-        kind: "spearman" is the rank correlation, "absolute" the rank correlation of magnitudes, and "ssim" the
-            structural similarity, for which maps of fewer than 11 cells are enlarged.
+    "spearman" is the rank correlation, "absolute" the rank correlation of magnitudes, and "ssim" the structural
+    similarity, for which maps of fewer than 11 cells are enlarged.
     """
-    comparable, columns = None, []
+    comparable, columns = _comparable(first, kind), []
     for other in others:
-        is_equal = (first == other).flatten(1).all(1).cpu()
-        if is_equal.all():
-            columns.append(torch.ones_like(is_equal, dtype=torch.float64))
-            continue
-        comparable = _comparable(first, kind) if comparable is None else comparable
         values = (ssim if kind == "ssim" else correlation)(comparable, _comparable(other, kind))
-        columns.append(torch.where(is_equal, 1.0, values.cpu()))
+        columns.append(torch.where((first == other).flatten(1).all(1), 1.0, values).cpu())
     return torch.stack(columns, 1)
 
 
 def _comparable(values: Tensor, kind: SimilarityKind) -> Tensor:
-    """Return the maps (N, 1, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
+    """Return the maps (N, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
     maps = values.sum(1).double()
     if kind == "ssim":
         return resized(maps, (max(WINDOW, maps.shape[1]), max(WINDOW, maps.shape[2])))
@@ -176,16 +152,11 @@ class MPRT(MethodMetric):
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the drops of the images."""
-        randomised = self.randomised_similarities(maps)  # (draws, N, layers)
+        randomised = torch.stack([self._one_draw(maps, draw) for draw in range(self.draws)])  # (draws, N, layers)
         same = similarities(maps.original, [maps.again()], self.compare)  # (N, 1)
         falls = same - randomised.mean(2).T
         error = standard_error(falls) if self.draws > 1 else None
         return Outcome(falls.mean(1), error, curves=torch.cat([same, randomised.mean(0)], 1))
-
-    def randomised_similarities(self, maps: Maps) -> Tensor:
-        """Return the similarities of the maps to the maps of randomised models: (draws, N, layers)."""
-        keys = [(self.order, self.compare, self.layers, draw) for draw in range(self.draws)]
-        return torch.stack([maps.once(key, self._one_draw, maps, key[-1]) for key in keys])
 
     def _one_draw(self, maps: Maps, draw: int) -> Tensor:
         """Return the similarities for one draw of the weights: (N, layers)."""
@@ -258,7 +229,7 @@ class RandomLogit(MethodMetric):
         if self.of == "box" or None in classes:
             problem = "has no other box in the image" if self.of == "box" else "is not a class with others to compare"
             raise TargetError(f'the explained target, "{names[[*map(bool, others)].index(False)]}", {problem}')
-        scores = class_scores(subject.once("output", subject.output_for, images[:1]))
+        scores = class_scores(subject.output)
         count = Images(categories=subject.method.categories).class_count(scores.shape[1])
         if count < 2:
             raise TargetError("the model returns one number per image, so there are no other classes")
@@ -311,13 +282,7 @@ def layers_from_the_top(method: Attribution, x: Tensor) -> list[str]:
 
 
 def randomise(model: nn.Module, names: list[str], *seed: int) -> None:
-    """Permute the values of all parameters and buffers of some modules in place.
-
-    Args:
-        model: The model.
-        names: The names of the modules.
-        *seed: The seed, and the number of the draw if there are several.
-    """
+    """Permute the values of all parameters and buffers of some modules in place, by a seed and numbers of a draw."""
     for name in names:
         for number, tensor in enumerate(tensors_of(model.get_submodule(name))):
             source = generator(*seed, *name.encode(), number)
@@ -363,9 +328,12 @@ class RobustnessMetric(MethodMetric):
     passes: Option[int] = Option(10, check_integer, least=2)
 
     def noisy(self, maps: Maps) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield noisy images (N, C, H, W) and their maps (N, C, h, w)."""
+        """Yield noisy images (N, C, H, W) and their maps (N, C, h, w). All images of a draw have the same noise."""
+        x = maps.subject.images
         for number in range(self.passes):
-            images = maps.subject.images + maps.noise(self.radius, number)
+            source = generator(maps.subject.seed, number)
+            draws = torch.rand(x.shape[1:], generator=source, dtype=torch.float64, device="cpu")
+            images = x + (self.radius * (2 * draws - 1)).to(x)
             yield images, maps.once((self.radius, number), maps, images)
 
     def changes(self, maps: Maps) -> Tensor:
@@ -433,13 +401,7 @@ class RelativeStability(RobustnessMetric):
 
     @abstractmethod
     def model_change(self, subject: Subject, images: Tensor, rises: Tensor) -> Tensor:
-        """Return the change in the model between the images and noisy images (N, C, H, W): (N,).
-
-        Args:
-            subject: The explanation to measure.
-            images: The noisy images.
-            rises: (N, classes) the scores of the noisy images minus the scores of the images.
-        """
+        """Return the change in the model (N,) from the images to noisy images, whose scores rise by (N, classes)."""
 
     def measure_maps(self, maps: Maps) -> Outcome:
         """Compute the largest ratios."""
@@ -453,7 +415,7 @@ class RelativeStability(RobustnessMetric):
 
     def _model_change(self, subject: Subject, images: Tensor) -> Tensor:
         """Return the change in the model; NaN if the predicted class changes."""
-        before, after = (class_scores(subject.output_for(batch)) for batch in (subject.images, images))
+        before, after = map(class_scores, (subject.output, subject.output_for(images)))
         is_same = before.argmax(1) == after.argmax(1)
         return torch.where(is_same, self.model_change(subject, images, after - before).clamp(min=SMALLEST), torch.nan)
 

@@ -14,7 +14,7 @@ from ...attribution.options import Option
 from ...io.axes import at_least_float32
 from ...validation import check_number, check_numbers
 from .base import Outcome
-from .faithfulness import OrderedMetric, PerturbationMetric, PerturbedImage, RemovalOrder, digest
+from .faithfulness import OrderDifference, OrderedMetric, PerturbedImage, digest
 
 TOLERANCE = 1e-4
 """The norm of the residual of the linear equations, relative to the norm of their right side."""
@@ -54,10 +54,20 @@ class ROAD(OrderedMetric):
 
     def measure_image(self, image: PerturbedImage) -> Outcome:
         """Compute the mean scores of one image."""
-        return _outcome(_curves(image, self.order, self.shares, self.noise), self.shares)
+        curves = []
+        for row in image.ranks:
+            ranks = image.pixels - 1 - row if self.order == "lerf" else row
+
+            def make(start: int, stop: int, ranks: Tensor = ranks) -> Tensor:
+                return removed(image.x, ranks, self.shares[start:stop], self.noise, image.seed, start)
+
+            key = "imputed", digest(ranks), self.shares, self.noise
+            curves.append(image.scores(key, len(self.shares), make))
+        scores, at = torch.stack(curves), torch.tensor(self.shares, dtype=torch.float64, device="cpu")
+        return Outcome(scores.mean(1), curves=scores, at=at)
 
 
-class CombinedROAD(PerturbationMetric):
+class CombinedROAD(OrderDifference):
     """Mean score without the least relevant pixels minus the score without the most relevant pixels; higher is better.
 
     Args:
@@ -71,44 +81,16 @@ class CombinedROAD(PerturbationMetric):
     """
 
     name = "combined_road"
-    higher_is_better = True
+    ordered = ROAD
 
     shares: Option[tuple[float, ...]] = Option(SHARES, check_numbers, above=0, most=1)
     noise: Option[float] = Option(NOISE, check_number, least=0)
-
-    def measure_image(self, image: PerturbedImage) -> Outcome:
-        """Compute the differences of one image."""
-        least, most = (_curves(image, order, self.shares, self.noise) for order in ("lerf", "morf"))
-        return _outcome(least - most, self.shares)
-
-
-def _curves(image: PerturbedImage, order: RemovalOrder, shares: tuple[float, ...], noise: float) -> Tensor:
-    """Return the scores without each fraction of the pixels, (M, K)."""
-    curves = []
-    for row in image.ranks:
-        ranks = image.pixels - 1 - row if order == "lerf" else row
-
-        def make(start: int, stop: int, ranks: Tensor = ranks) -> Tensor:
-            return removed(image.x, ranks, shares[start:stop], noise, image.seed, start)
-
-        curves.append(image.scores(("imputed", digest(ranks), shares, noise), len(shares), make))
-    return torch.stack(curves)
-
-
-def _outcome(curves: Tensor, shares: tuple[float, ...]) -> Outcome:
-    return Outcome(curves.mean(1), curves=curves, at=torch.tensor(shares, dtype=torch.float64, device="cpu"))
 
 
 def removed(x: Tensor, ranks: Tensor, shares: Sequence[float], noise: float, seed: int, first: int = 0) -> Tensor:
     """Return an image (1, C, H, W) without the first pixels of an order (H, W), for each fraction: (k, C, H, W).
 
-    Args:
-        x: The image.
-        ranks: The rank of each pixel in the order, from 0.
-        shares: The fractions of the pixels.
-        noise: As for `ROAD`.
-        seed: The seed of the noise.
-        first: The number of the first fraction, on which its noise depends.
+    The noise depends on the number of each fraction, from `first` on.
     """
     limits = torch.tensor([round(share * ranks.numel()) for share in shares], dtype=torch.int64, device=x.device)
     missing = (ranks < limits[:, None, None])[:, None]
