@@ -892,18 +892,6 @@ def policy_values(method: str, count: int = IMAGES) -> dict[str, Tensor]:
     return values
 
 
-def print_wrong_inputs() -> None:
-    """Print the scenes of "colour" in which the depth has the larger sum of `InputXGradient`, with scores."""
-    drawn, network = draw_rgbd(IMAGES, seed=HELD_OUT, task="colour"), saliency.load("shapes_rgbd")
-    result = saliency.InputXGradient(network).attribute(drawn.inputs, drawn.answers.tolist())
-    rgb, depth = (result.inputs[name] for name in ("rgb", "depth"))
-    for row in (result.sums["depth"] > result.sums["rgb"]).nonzero()[:, 0].tolist():
-        sums = ", ".join(f"{name} {float(own[row]):.1f}" for name, own in result.sums.items())
-        hidden = (rgb, depth), (rgb, 0 * depth), (0 * rgb, depth)
-        scores = [f"{float(network(*shown)[row, drawn.answers[row]].detach()):.1f}" for shown in hidden]
-        print(f"scene {row}: sums {sums}; score, without depth, without colours: {', '.join(scores)}")
-
-
 def count_above_zero(values: Tensor | None) -> str:
     """Return the number of values above 0; a dash for none."""
     return "-" if values is None else str(int((values > 0).sum()))
@@ -921,7 +909,6 @@ def print_inputs_tables() -> None:
         both = None if margins[2] is None or margins[3] is None else torch.minimum(margins[2], margins[3])
         cells += [count_above_zero(both), *("-" if own is None else cell(own.tolist()) for own in margins)]
         print(f"| {label(method)} | {' | '.join(cells)} |", flush=True)
-    print_wrong_inputs()
     print("\n| method | camera | object |\n|---|---|---|")
     for method in (*OF_INPUTS, "layer_cam", "attention_rollout"):
         values = policy_values(method)

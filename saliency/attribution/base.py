@@ -12,7 +12,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import cache, partial, reduce
@@ -48,13 +48,13 @@ from ..model.call import (
 )
 from ..model.inputs import Group, InputBatch, Key, ModelInputs, Views, has_several_inputs, require_volumes
 from ..model.layers import LayoutFunction, as_layout, find, layers_reading
-from ..targets.classes import Neuron, TargetLike, as_categories, is_probability, per_image
+from ..targets.classes import Neuron, TargetLike, as_categories, is_probability
 from ..targets.language import parse_target
 from ..targets.question import Question, QuestionFacts, Target
 from ..validation import Registry, check_choice, described
 from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
 from .forward import Needs, SharedForward, TargetGradients
-from .inputs import InputExplanations, explain_inputs
+from .inputs import InputExplanations, each_alone, explain_inputs
 from .options import ConvertedOption, HasOptions, Option, PerImage, PerInput, PositionalOption, is_per_input
 from .questions import CallImages, Questions, has_batch_statistics, target_of, warn_of_coupled_images
 
@@ -247,7 +247,8 @@ class Attribution(HasOptions, ABC):
             target: A class index or name, None for the top class, a target such as `saliency.box(index=0)` or its text
                 "box:0", a function of the model's output, or a list of these with one entry per image.
             forward_args: Arguments of the model's forward after the image: a tuple, or a mapping of names. Tensors,
-                arrays and lists with N entries have one for each image, on any device; others are passed unchanged.
+                arrays and lists with N entries have one for each image, on any device, and so have tuples of states
+                (layers, N, H), as of an LSTM; others are passed unchanged.
             explain: For several inputs, the names of the images to explain; by default all. A tuple of names in it
                 treats images of one size as a single image, so that a method hides the same place in all of them.
 
@@ -359,7 +360,7 @@ class Attribution(HasOptions, ABC):
     def explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
         """Explain several targets of a batch, in a `call`. Each image of an answer is explained alone."""
         if isinstance(batch, Answer) and len(batch.inputs) > 1:
-            return explain_by_image(batch, targets, self.explain_batch)
+            return list(map(joined, zip(*each_alone(batch, targets, self.explain_batch), strict=True)))
         images = self.images(batch.inputs, batch.frames)
         asked = [Questions(self.explained_target(target_of(target, images)), images) for target in targets]
         results = self.explain_targets(batch.inputs, asked)
@@ -688,9 +689,8 @@ class Together:
         for method in self.methods[1:]:
             _require_values(method, len(batch.inputs))
         with self.methods[0].call(batch, [target], forward_args):
-            if isinstance(batch, Answer) and len(batch.inputs) > 1:
-                return explain_by_image(batch, [target], partial(_explain_by_all, self.methods))
-            return _explain_by_all(self.methods, batch, [target])
+            results = each_alone(batch, [target], partial(_explain_by_all, self.methods))
+            return list(map(joined, zip(*results, strict=True)))
 
 
 def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
@@ -707,21 +707,6 @@ def _explain_by_all(methods: Sequence[Attribution], batch: Batch, targets: Seque
     shared = iter(traced[0].explain_targets(batch.inputs, [common], traced[1:]) if traced else [])
     results = [next(shared) if method in traced else method.explain(batch.inputs, asked) for method, asked in pairs]
     return [method.explanation(result, asked, batch) for result, (method, asked) in zip(results, pairs, strict=True)]
-
-
-def explain_by_image(
-    answer: Answer, targets: Sequence[Any], explain: Callable[[Batch, Sequence[Any]], list[Explanation]]
-) -> list[Explanation]:
-    """Explain each image of an answer alone, because the model reads all images in each pass.
-
-    Args:
-        answer: The answer, whose arguments are bound.
-        targets: The targets, each for all images, or with one target for each image.
-        explain: Returns the explanations of a batch and its targets.
-    """
-    by_image = [*zip(*(per_image(target, len(answer.inputs)) for target in targets), strict=True)]
-    parts = answer.by_image(lambda part, image: explain(part, by_image[image]))
-    return [joined(explanations) for explanations in zip(*parts, strict=True)]
 
 
 def neuron_layer(model: nn.Module, targets: Sequence[TargetLike]) -> str:

@@ -197,8 +197,7 @@ class Explanation(BatchAttribution):
         if self.token_shares is None:
             return None
         is_image = torch.tensor([token is None for token in self.tokens], device=self.token_shares.device)
-        magnitude = self.token_shares.abs()
-        return (magnitude * is_image).sum(1) / magnitude.sum(1)
+        return (fractions(self.token_shares, 1).abs() * is_image).sum(1)
 
     @property
     def rounding_errors(self) -> Tensor:
@@ -314,6 +313,8 @@ class Explanation(BatchAttribution):
 
 def joined(explanations: Sequence[Explanation]) -> Explanation:
     """Join explanations of single images into one."""
+    if len(explanations) == 1:
+        return explanations[0]
     parts: dict[str, Any] = {}
     for name in explanations[0].tensors():  # a standard error that one image lacks is None for all
         tensors = [explanation.tensors().get(name) for explanation in explanations]
@@ -347,6 +348,11 @@ def pack_explanation(
         header |= {"image": image, "scale": scale}
         tensors["values"] = (values / scale).half()
     return tensors, {"saliency": json.dumps(header, default=asdict)}
+
+
+def fractions(parts: Tensor, axis: int) -> Tensor:
+    """Divide parts of a score by the sum of their magnitudes along an axis."""
+    return parts / parts.abs().sum(axis, keepdim=True).clamp(min=torch.finfo(parts.dtype).tiny)
 
 
 _DECODED: dict[str, Callable[[Any], Any]] = {

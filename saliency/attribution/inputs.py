@@ -7,23 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import MethodError
-from ..model.call import bound
+from ..io.inputs import Batch
+from ..model.answer import Answer
+from ..model.call import bind_image, bound
 from ..model.inputs import Group, InputBatch, Key, ModelInputs
+from ..targets.classes import per_image
 from ..validation import described
-from .explanation import Explanation, Sign
+from .explanation import Explanation, fractions
 from .heatmap import reduced_maps
 
-_DRAWN: dict[Sign, Callable[[Tensor], Tensor]] = {
-    "signed": Tensor.clone,
-    "absolute": Tensor.abs,
-    "positive": Tensor.relu,
-}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +81,9 @@ class InputExplanations(Mapping[Any, Explanation]):
         For path methods and relevance, "rest" is the part of the score that no value explains.
         """
         first = next(iter(self.explanations.values()))
-        values = {name: reduced_maps(explanation, None) for name, explanation in self.explanations.items()}
-        values |= {name: _DRAWN[first.sign](tensor) for name, tensor in self.others.items()}
-        sums = {name: tensor.double().flatten(1).sum(1) for name, tensor in values.items()}
+        others = {name: replace(first, values=values[:, None]) for name, values in self.others.items()}
+        maps = {name: reduced_maps(part, None) for name, part in {**self.explanations, **others}.items()}
+        sums = {name: values.double().flatten(1).sum(1) for name, values in maps.items()}
         if first.ledger is not None:
             absorbed = [name not in ("input", *map(str, sums)) for name in first.ledger_names]
             sums["rest"] = first.ledger[:, absorbed].double().sum(1)
@@ -93,15 +92,14 @@ class InputExplanations(Mapping[Any, Explanation]):
         return sums
 
     @property
-    def shares(self) -> dict[Key, float | list[float]]:
+    def shares(self) -> dict[Any, float | list[float]]:
         """The sum of each input's values over the magnitudes of all sums: a number, or a list of one for each case.
 
         Shares have the signs of the sums, and their magnitudes sum to 1.
         """
         sums = self.sums
-        total = torch.stack([*sums.values()]).abs().sum(0).clamp(min=torch.finfo(torch.double).tiny)
-        shares = {name: (rows / total).tolist() for name, rows in sums.items()}
-        return {name: rows[0] if len(rows) == 1 else rows for name, rows in shares.items()}
+        rows = zip(sums, fractions(torch.stack([*sums.values()]), 0).tolist(), strict=True)
+        return {name: shares[0] if len(shares) == 1 else shares for name, shares in rows}
 
     def to(self, device: torch.device | str) -> InputExplanations:
         """Return the explanations with their tensors on another device."""
@@ -120,6 +118,25 @@ class InputExplanations(Mapping[Any, Explanation]):
             files.append(file.with_suffix(f".{label.replace('/', '_')}{file.suffix}"))
             explanation.save(files[-1])
         return files
+
+
+def each_alone(batch: Batch, targets: Sequence[Any], compute: Callable[[Batch, Sequence[Any]], T]) -> list[T]:
+    """Return the result of a function of a batch; or the result of each image of an answer, explained alone.
+
+    Args:
+        batch: The images. The model reads all images of an answer in each pass; the others stay unchanged.
+        targets: The targets, each for all images, or with one target for each image.
+        compute: Takes a batch and its targets.
+    """
+    if not isinstance(batch, Answer) or len(batch.inputs) == 1:
+        return [compute(batch, targets)]
+    results = []
+    by_image = zip(*(per_image(target, len(batch.inputs)) for target in targets), strict=True)
+    for image, targets_of_image in enumerate(by_image):
+        part = replace(batch, inputs=batch.inputs[image, None], frames=batch.frames[image : image + 1])
+        with bind_image(image):
+            results.append(compute(part, targets_of_image))
+    return results
 
 
 def explain_inputs(
@@ -153,9 +170,8 @@ def explain_inputs(
     }
     if whole.ledger is not None:  # its first entry is of all inputs together
         of_inputs = torch.stack([tensor.flatten(1).sum(1).to(whole.ledger) for tensor in parts["values"].values()], 1)
-        ledger_names = (*map(str, inputs.joined), *whole.ledger_names[1:])
         ledger = torch.cat([of_inputs, whole.ledger[:, 1:]], 1)
-        whole = replace(whole, evidence={**whole.evidence, "ledger": ledger, "ledger_names": ledger_names})
+        whole = whole.with_evidence(ledger=ledger, ledger_names=(*map(str, inputs.joined), *whole.ledger_names[1:]))
     explanations = {}
     for name in names:
         explanation = whole.with_tensors(whole.tensors() | {part: tensor[name] for part, tensor in parts.items()})

@@ -30,7 +30,7 @@ from ..io.volumes import Volume, encode_map, place_map
 from ..model.call import name_subjects
 from ..render.blending import as_drawing, frame_of, heat_image, paint
 from ..render.blending import shrink as resize_frame
-from ..render.figure import pictured
+from ..render.figure import pictured, share_labels
 from ..render.overlay import encode_drawing
 from ..render.scaling import DIVERGING, SEQUENTIAL, ScaledMap, scale_map, shared_limit
 from ..render.sheet import INK, PAPER, ellipsised, font_for
@@ -218,9 +218,8 @@ def _draw_case(result: InputExplanations, output: OutputOptions) -> Row:
     height = max(frame_of(explanation).image.height for explanation in maps)
     frames = [_of_height(frame_of(explanation), height) for explanation in maps]
     painted = [paint(frame, part, style.colormap, style.opacity) for frame, part in zip(frames, scaled, strict=True)]
-    shares: dict[Any, Any] = result.shares
-    labels = [f"{name}: {round(100 * shares[name])} %" for name in result]
-    row = explanation_facts(maps[0], scaled[0], style.colormap) | {"shares": shares}
+    labels = [label for [label] in share_labels(result)]
+    row = explanation_facts(maps[0], scaled[0], style.colormap) | {"shares": result.shares}
     row["layer"] = ", ".join(dict.fromkeys(part.layer for part in maps if part.layer)) or None
     row["overlay"] = encode_drawing(_side_by_side(painted, labels), f".{style.format}")
     if output.with_manifest:

@@ -220,7 +220,7 @@ def _images_of_folder(root: str, recursive: bool, others: set[str], more: str) -
     seen, failed = set[str](), list[OSError]()
     is_empty = True
     for folder, subfolders, files in os.walk(root, onerror=failed.append, followlinks=True):
-        below, is_own = tuple(filter(None, folder.removeprefix(root).split(os.sep))), is_output(folder)
+        below, is_own = Path(folder).relative_to(root).parts, is_output(folder)
         if os.path.realpath(folder) in seen:
             subfolders.clear()
             continue

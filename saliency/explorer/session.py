@@ -58,7 +58,7 @@ from ..io.inputs import Batch, ImagesLike, decode, encode, open_image, split_ima
 from ..io.preprocess import Preprocess, drawable
 from ..model.call import bound, run_model
 from ..model.dual_encoder import DualEncoder
-from ..model.inputs import InputBatch, requires_several
+from ..model.inputs import InputBatch, requires_several, with_image
 from ..model.layers import scan_layers
 from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png, input_picture
@@ -316,7 +316,7 @@ class Session:
         else:
             opened = decode(io.BytesIO(image), name, MOST_PIXELS)
         if self._inputs and not isinstance(image, int):
-            opened = {**self._find(case).image, self._inputs[index]: opened}
+            opened = with_image(self._find(case).image, self._inputs[index], opened)
         try:
             batch = self._read(opened)
             with self._default.call(batch), torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..attribution.features import cell_at
 from ..attribution.forward import Needs, SharedForward, TargetGradients
+from ..attribution.inputs import each_alone
 from ..attribution.questions import CallImages, Questions, explained_answer
 from ..errors import LayerError, NotApplicableError, TargetError, plural, warn
 from ..hooks.attention import AttentionCall, fuse_heads
@@ -210,11 +211,11 @@ def attention(
 
     @cache
     def layouts() -> list[tuple[Batch, list[_Layouts]]]:
-        def trace(part: Batch, image: int | None = None) -> tuple[Batch, list[_Layouts]]:
+        def trace(part: Batch, _targets: object) -> tuple[Batch, list[_Layouts]]:
             return part, _trace_layouts(model, part.inputs, resolved, [*layers.values()])
 
         with prepared_for_attribution(model, **arguments):
-            return read_batch.by_image(trace) if isinstance(read_batch, Answer) else [trace(read_batch)]
+            return each_alone(read_batch, [None], trace)
 
     def layouts_of(number: int) -> list[tuple[Batch, _Layouts]]:
         return [(part, part_layouts[number]) for part, part_layouts in layouts()]

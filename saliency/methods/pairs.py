@@ -57,14 +57,13 @@ def pair(
     first, second = _read(method, a, b)
     if first.inputs.shape != second.inputs.shape:  # they cannot be one batch
         to_first, to_second = ([similarity(x, measure=measure) for x in batch.inputs] for batch in (first, second))
-        return method.attribute(a, to_second), method.attribute(b, to_first)
+        return method.attribute(first, to_second), method.attribute(second, to_first)
     images = len(first.inputs)
     batch = Batch(torch.cat([first.inputs, second.inputs]), first.frames + second.frames)
     partners: list[Any] = []  # for their names
     for side in (b, a):
         partners += side if isinstance(side, list | tuple) and len(side) == images else [side] * images
-    with method.call(batch):
-        (both,) = method.explain_batch(batch, [PairSimilarity(tuple(partners), measure)])
+    both = method.attribute(batch, PairSimilarity(tuple(partners), measure))
     return both[:images], both[images:]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,6 @@ from ..validation import check_integer
 from .call import arguments_of, bind_image, bound, call, prepared_for_attribution, reference_tensor, run_model, unwrap
 from .layers import Layout
 from .positions import SAME, PositionTrace
-
-T = TypeVar("T")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A question, or the messages of a chat, as `apply_chat_template` of transformers takes them."""
@@ -122,20 +120,6 @@ class Answer(Batch):
     def output_positions(self) -> range:
         """The positions in the sequence whose outputs predict the T tokens of the answer."""
         return range(len(self.ids) - 1 - len(self.tokens), len(self.ids) - 1)
-
-    def by_image(self, compute: Callable[[Answer, int], T]) -> list[T]:
-        """Return the results of a function for each image alone, because the model reads all images in each pass.
-
-        Args:
-            compute: Takes the answer with the input and the frame of one image, and its number. The model then runs
-                variants of this image only.
-        """
-        results = []
-        for image in range(len(self.inputs)):
-            rows = slice(image, image + 1)
-            with bind_image(image):
-                results.append(compute(replace(self, inputs=self.inputs[rows], frames=self.frames[rows]), image))
-        return results
 
     def layout(self, image: int) -> Layout:
         """Return the layout of the L tokens that the language model reads on one of the images.

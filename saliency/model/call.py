@@ -102,11 +102,20 @@ class Call(NamedTuple):
     def rows(self, value: Any, x: Tensor) -> Any:
         """Return the rows of an argument for a batch (k, C, H, W); an argument without rows is returned unchanged."""
         shape = (len(value),) if isinstance(value, list) else getattr(value, "shape", ())
-        if self.batch is None or shape[:1] != self.batch.inputs.shape[:1]:
+        if self.batch is None:
             return value
-        images = self.numbers(x)
+        images, count = self.numbers(x), len(self.batch.inputs)
+        if shape[:1] != (count,):
+            return rows_of_states(value, images, count)
         rows = [value[image] for image in images] if isinstance(value, list) else value[images]
         return rows.detach().to(x.device) if isinstance(rows, Tensor) else rows
+
+
+def rows_of_states(value: Any, images: Sequence[int], count: int) -> Any:
+    """Return the rows of a tuple of states (layers, N, H), as of an LSTM; any other value unchanged."""
+    if type(value) is tuple and all(getattr(part, "ndim", 0) == 3 and part.shape[1] == count for part in value):
+        return tuple(part[:, images] for part in value)
+    return value
 
 
 _NOTHING = Call()
@@ -127,7 +136,8 @@ def arguments_of(like: ForwardArgs, batch: Batch, layer: str | None = None) -> d
     """Return the state of a call with the extra arguments of a batch, which replace the arguments of an outer call.
 
     Args:
-        like: Tensors, arrays and lists with one row per image are divided into images; others are passed unchanged.
+        like: Tensors, arrays, lists and states with one row per image are divided into images; others are passed
+            unchanged.
         batch: The images.
         layer: The layer whose output `run_model` returns instead of the model's output.
 

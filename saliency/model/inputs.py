@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ImageError, MethodError, NonFiniteError, plural
+from ..hooks.pytree import tree_children, tree_with_children
 from ..io.atomic_write import is_image
 from ..io.axes import as_text
 from ..io.geometry import Frame, Geometry
 from ..io.inputs import Batch
-from .call import current_call, reference_tensor, shown_images
+from .call import current_call, reference_tensor, rows_of_states, shown_images
 
 Key = str | int
 """The name of an input: a key of the mapping, a parameter of `forward`, or the number of a view."""
@@ -146,7 +148,7 @@ class ModelInputs:
         for name, entry in entries.items():
             if _is_image(entry, rows):
                 try:
-                    if isinstance(entry, list) and _are_tensors(entry) and entry[0].ndim == 4:
+                    if isinstance(entry, list) and getattr(entry[0], "ndim", 0) == 4:
                         cure = "pass a tuple if they are images of one case, or torch.cat(images) for a batch"
                         raise ImageError(f"got a list of tensors (N, C, H, W); {cure}")
                     image = entry[None] if isinstance(entry, Tensor) and entry.ndim == 2 else entry
@@ -156,8 +158,8 @@ class ModelInputs:
                 self.values[name], self.frames[name] = batch.inputs, batch.frames
             elif isinstance(entry, Tensor):
                 value = entry.detach()[None] if entry.ndim == 1 and entry.is_floating_point() and not rows else entry
-                is_like = like is not None and value.is_floating_point()
-                self.values[name] = value.to(like) if is_like else value.to(None if like is None else like.device)
+                target = value if like is None else like
+                self.values[name] = value.to(target.device, (target if value.is_floating_point() else value).dtype)
             else:
                 self.values[name] = entry
         if not self.frames:
@@ -213,7 +215,7 @@ class ModelInputs:
         if isinstance(value, Tensor) and value.dim() and len(value) in (1, self.count):
             return value.expand(len(rows), *value.shape[1:]) if len(value) == 1 else value[rows]
         if not isinstance(value, list) or not value:
-            return value
+            return rows_of_states(value, rows, self.count)
         have_rows = all(isinstance(part, Tensor) and part.shape[:1] == (self.count,) for part in value)
         if have_rows and (value[0].dim() == 1 or len(value) != self.count):  # such as a mask (N,) of each camera
             return [self._rows(part, rows) for part in value]
@@ -266,52 +268,55 @@ def _parameters(model: nn.Module) -> dict[str, bool]:
     return {} if has_any else {parameter.name: parameter.default is parameter.empty for parameter in named}
 
 
-_Join = Callable[[dict[Any, Any]], Any]
-_Tree = Key | tuple[_Join, dict[Any, Any]]
-"""The name of an input; or a function that joins the parts of an argument, and the tree of each part."""
+_Tree = Key | tuple[Any, list[Any]]
+"""The name of an input; or an entry that was divided, and the trees of its parts."""
 
 
 def _divided(entry: Any, inputs: dict[Key, Any], name: Key | None = None) -> _Tree:
-    """Add an entry to the inputs, and return its tree. Dictionaries, views, and tuples with images are divided.
-
-    A float tensor of three axes in a tuple may be a state (layers, N, H), so the tuple is divided for another reason.
-    """
-    kind, parts, join = type(entry), entry, cast("_Join", dict)
-    if kind is Views:
-        parts, join = dict(enumerate(entry.images)), _stacked
-    elif kind is tuple and (name is None or any(map(_is_divided, entry))):
-        parts, join = dict(enumerate(entry)), _as_tuple
-    elif kind is not dict and name is not None:
+    """Add an entry to the inputs, and return its tree."""
+    if name is not None and not _is_divided(entry):
         inputs[name] = _as_tensor(entry)
         return name
-    names = {key: key if name is None else f"{name}.{key}" for key in parts}
-    return join, {key: _divided(part, inputs, names[key]) for key, part in parts.items()}
+    if isinstance(entry, Mapping) and not isinstance(entry, MutableMapping):
+        entry = {**entry}
+    parts = entry.images if isinstance(entry, Views) else tree_children(entry) or []
+    keys = entry if isinstance(entry, Mapping) else range(len(parts))
+    names = [key if name is None else f"{name}.{key}" for key in keys]
+    return entry, [_divided(part, inputs, key) for key, part in zip(names, parts, strict=True)]
 
 
-def _joined(tree: _Tree, values: Mapping[Key, Any]) -> Any:
-    """Return values of inputs as the entry that was divided."""
+def _joined(tree: _Tree, values: Mapping[Key, Any], *, stacks_views: bool = True) -> Any:
+    """Return values of inputs as the entry that was divided, in a new container of the same type."""
     if not isinstance(tree, tuple):
         return values[tree]
-    join, parts = tree
-    return join({key: _joined(part, values) for key, part in parts.items()})
+    entry, parts = tree
+    joined = [_joined(part, values, stacks_views=stacks_views) for part in parts]
+    if isinstance(entry, Views):
+        return torch.stack(joined, 1) if stacks_views else Views(joined)
+    return tree_with_children(copy.copy(entry), joined)
 
 
-def _stacked(parts: dict[Any, Tensor]) -> Tensor:
-    return torch.stack([*parts.values()], 1)
+def with_image(inputs: Mapping[Any, Any], name: Key, image: Any) -> Any:
+    """Return the inputs of a call with another image of this name, which may be in a nested entry."""
+    entries = dict[Key, Any]()
+    tree = _divided(inputs, entries)
+    return _joined(tree, entries | {name: image}, stacks_views=False)
 
 
-def _as_tuple(parts: dict[Any, Any]) -> tuple[Any, ...]:
-    return tuple(parts.values())
+def _is_divided(entry: Any) -> bool:
+    """Return whether the parts of an entry are inputs, as of mappings, lists of mappings, and tuples with images.
+
+    A list of images is a batch. In a tuple, a float tensor of three axes may be a state (layers, N, H).
+    """
+    if isinstance(entry, list):
+        return any(isinstance(part, Mapping) for part in entry)
+    if isinstance(entry, tuple):
+        return any(_is_divided(part) or (_is_image(part) and not _is_state(part)) for part in entry)
+    return isinstance(entry, Mapping | Views)
 
 
-def _is_divided(part: Any) -> bool:
-    """Return whether a part of a tuple is an image, or holds images."""
-    is_state = isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 4
-    return type(part) in (dict, tuple, Views) or (not is_state and _is_image(part))
-
-
-def _are_tensors(entry: list[Any]) -> bool:
-    return bool(entry) and all(isinstance(part, Tensor) and part.ndim for part in entry)
+def _is_state(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 4
 
 
 def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _Tree, Collection[str]]:
@@ -319,7 +324,7 @@ def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _T
     parameters, inputs = _parameters(model), dict[Key, Any]()
     first = list(parameters)[:1]
     if isinstance(given, Views):
-        return inputs, (dict, {0: _divided(given, inputs)}), first
+        return inputs, ({0: None}, [_divided(given, inputs)]), first
     if isinstance(given, tuple):
         given = dict(zip(parameters, given, strict=False))
     is_named = all(isinstance(name, str) for name in given)
@@ -327,7 +332,7 @@ def _entries(model: nn.Module, given: SeveralInputs) -> tuple[dict[Key, Any], _T
         return inputs, _divided({**given}, inputs), frozenset(given)
     if [*parameters.values()].count(True) == 1:
         is_tuple = [*given] == [*range(len(given))]
-        return inputs, (dict, {0: _divided(tuple(given.values()) if is_tuple else {**given}, inputs)}), first
+        return inputs, ({0: None}, [_divided(tuple(given.values()) if is_tuple else given, inputs)]), first
     raise MethodError(
         f"{type(model).__name__}.forward takes {', '.join(parameters)}, got a mapping of {', '.join(map(str, given))}; "
         'name its arguments, as in {"rgb": image, "depth": depth}, or pass a tuple in their order'

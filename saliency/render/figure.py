@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from ..attribution.base import Attribution
-from ..attribution.explanation import Explanation, Matches
+from ..attribution.explanation import Explanation, Matches, fractions
 from ..attribution.features import Features
 from ..attribution.heatmap import method_titles, several, single_images
 from ..attribution.inputs import InputExplanations
@@ -121,9 +121,9 @@ def draw_maps(
     if columns is not None:
         check_integer("columns", columns, least=1, error=RenderError)
     check_choice("shared", shared, (False, True, "method"), error=RenderError)
-    heads = chain[list[str]]()
+    heads = chain[str]()
     if isinstance(explanations, InputExplanations):
-        heads, shared = chain.from_iterable(_heads(explanations)), True
+        heads, shared = chain.from_iterable(share_labels(explanations)), True
         explanations = [[explanation] for explanation in pictured(explanations)]
     elif isinstance(explanations, Mapping):
         columns_by_title = [(str(name), several(column, "figure")) for name, column in explanations.items()]
@@ -142,7 +142,7 @@ def draw_maps(
     for group in by_image:
         frame, titles = _print_frame(frame_of(group[0])), method_titles(group)
         has_one_class = _has_one_class(group)
-        panels = [Panel(frame.image, [*next(heads, []), *[class_title(group[0])] * has_one_class])]
+        panels = [Panel(frame.image, [*islice(heads, 1), *[class_title(group[0])] * has_one_class])]
         for explanation, method in zip(group, titles, strict=True):
             scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
             names = [method] if has_one_class else [method, class_title(explanation)]
@@ -211,14 +211,11 @@ def _has_one_class(explanations: Sequence[Explanation]) -> bool:
     return len({explanation.target_names[0] for explanation in explanations}) == 1
 
 
-def _heads(result: InputExplanations) -> Iterator[list[list[str]]]:
-    """Yield the name of each input and its share of the score, for each case."""
-    shares = result.shares
-    for name, explanation in result.items():
-        of_cases = shares.get(name, [])
+def share_labels(result: InputExplanations) -> Iterator[list[str]]:
+    """Yield the name and the share of each image, and then of the other entries, for each case."""
+    for name, shares in result.shares.items():
         label = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-        parts = [of_cases] if isinstance(of_cases, float) else of_cases
-        yield [[f"{label}: {round(100 * part)} %"] for part in parts] or [[label]] * len(explanation)
+        yield [f"{label}: {round(100 * share)} %" for share in ([shares] if isinstance(shares, float) else shares)]
 
 
 def pictured(result: InputExplanations) -> Iterator[Explanation]:
@@ -329,8 +326,7 @@ def _shares(explanations: Sequence[Explanation]) -> tuple[list[str], Any] | None
     if first.token_shares is None:
         return None
     shares = [explanation.token_shares for explanation in explanations]
-    values = torch.stack([share[0] for share in shares if share is not None]).double().cpu()
-    values = values / values.abs().sum(1, keepdim=True).clamp(min=1e-30)
+    values = fractions(torch.stack([share[0] for share in shares if share is not None]).double().cpu(), 1)
     is_image = torch.tensor([token is None for token in first.tokens], device="cpu")
     strongest = values.abs().amax(0).masked_fill(is_image, -1).topk(min(MOST_TOKENS, int((~is_image).sum()))).indices
     listed = strongest.sort().values

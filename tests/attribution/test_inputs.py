@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict, UserDict
 from functools import partial
 from itertools import permutations
 from math import factorial
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import saliency
 from saliency import Views
 from saliency.errors import ImageError, LayerError, MethodError, ModelError, NonFiniteError, SaliencyWarning
+from saliency.model.inputs import with_image
 from saliency.testbed import CAMERAS, INSTRUCTION
 from tests.several_inputs import CASES, MultiView, case
 
@@ -712,6 +714,14 @@ def test_cameras_in_a_list_or_in_one_tensor_are_refused_with_the_cure() -> None:
             saliency.GradCAM(model).attribute({"observation.images": images, "state": state}, 0)
 
 
+def test_an_image_of_a_nested_entry_may_be_replaced() -> None:
+    views, pair = Views([1, 2]), (3, {"depth": 4})
+    given = {"views": views, "pair": pair, "rgb": torch.zeros(3, 8, 8)}
+    assert with_image(given, "views.1", 5)["views"].images == [1, 5]
+    assert with_image({**given, "pair": (given["rgb"], pair[1])}, "pair.1.depth", 5)["pair"][1] == {"depth": 5}
+    assert (views.images, pair[1]) == ([1, 2], {"depth": 4})
+
+
 class Regions(nn.Module):
     """A model of an image, a list of boxes for each image, and the two states of an LSTM (layers, N, H)."""
 
@@ -742,15 +752,53 @@ def test_a_list_with_a_tensor_for_each_image_is_divided_by_image(name: str) -> N
         torch.testing.assert_close(both.values[number : number + 1], alone.values)
 
 
-def test_a_tuple_of_states_is_one_argument() -> None:
-    inputs = {"image": torch.randn(2, 3, 12, 12), "boxes": [torch.tensor([[0.0, 0, 5, 5]])] * 2}
-    states = torch.zeros(1, 2, 5), torch.zeros(1, 2, 5)
-    model = Regions().eval()
-    maps = [
-        saliency.VanillaGradient(model).attribute({**inputs, **more}, 1)["image"].values
-        for more in ({}, {"state": states})
-    ]
-    assert torch.equal(*maps)
+@pytest.mark.parametrize("name", ["grad_cam", "vanilla_gradient", "occlusion"])
+def test_a_tuple_of_states_has_a_row_of_each_image_on_its_second_axis(name: str) -> None:
+    torch.manual_seed(0)
+    method, x = (
+        saliency.METHODS[name](Regions().eval(), **saliency.METHODS[name].preview_options),
+        torch.randn(2, 3, 12, 12),
+    )
+    rest: dict[str, Any] = {"boxes": [torch.tensor([[0.0, 0, 5, 5]])] * 2, "state": tuple(torch.randn(2, 1, 2, 5))}
+    both = method.attribute({"image": x, **rest}, 1)["image"].values
+    assert torch.equal(method.attribute(x, 1, forward_args=rest).values, both)
+    for number in (0, 1):
+        row = {"boxes": rest["boxes"][:1], "state": tuple(state[:, number, None] for state in rest["state"])}
+        alone = method.attribute({"image": x[number, None], **row}, 1)["image"].values
+        torch.testing.assert_close(both[number, None], alone)
+
+
+class OneArgument(nn.Module):
+    """The network of colours and depth, with both images in one argument."""
+
+    def __init__(self, model: nn.Module, keys: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.model, self.keys, self.kind = model, keys, type(None)
+
+    def forward(self, images: Any, scale: float = 1.0) -> Tensor:
+        self.kind = type(images)
+        rgb, depth = (images.pop(key) for key in self.keys)  # the mapping of the user stays whole
+        out: Tensor = self.model(*(part["image"] if self.kind is list else part for part in (rgb, depth)))
+        return out * scale
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, UserDict, "BatchFeature", "BatchEncoding", list])
+def test_mappings_of_any_type_and_lists_of_mappings_are_divided(kind: Any) -> None:
+    if isinstance(kind, str):
+        kind = getattr(pytest.importorskip("transformers"), kind)
+    model, inputs = case("middle")
+    images: Any = kind({"image": image} for image in inputs.values()) if kind is list else kind(inputs)
+    reader = OneArgument(model, (0, 0) if kind is list else tuple(inputs))
+    nested: Any = {"images": images, "scale": 1.0}
+    for method, given in (
+        (saliency.GradCAM, nested),
+        (saliency.InputXGradient, nested if kind is list else images),
+    ):
+        expected = method(model).attribute(inputs, 1)
+        result = method(reader).attribute(given, 1)
+        assert (reader.kind, len(images), len(result)) == (kind, 2, 2)
+        for own, other in zip(result.values(), expected.values(), strict=True):
+            torch.testing.assert_close(own.values, other.values)
 
 
 def test_a_refused_input_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import UserDict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -503,6 +504,30 @@ def test_a_file_replaces_its_input_only(name: str) -> None:
     result = saliency.LRP(session.model).attribute(scene(0) | {name: scene(1)[name]}, 0)
     got = answers(session, image=after, methods=["lrp"], target={"class": 0})
     assert [answer["row"]["score"] for answer in got] == [pytest.approx(float(result.scores[0]))] * 2
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, tuple])
+def test_a_file_replaces_an_image_of_a_nested_entry(kind: Any) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = saliency.load("shapes_rgbd")
+            first = 1 if kind is tuple else "rgb"
+            self.preprocess = {f"images.{first}": saliency.Preprocess(mean=(0.5,) * 3, std=(0.5,) * 3)}
+
+        def forward(self, images: Any, scale: float) -> Any:
+            depth, rgb = images if isinstance(images, tuple) else (images["depth"], images["rgb"])
+            return self.network(rgb, depth) * scale
+
+    def case(rgb: int) -> dict[str, Any]:
+        images = scene(0) | {"rgb": scene(rgb)["rgb"]}
+        return {"images": tuple(images.values()) if kind is tuple else kind(images), "scale": 1.0}
+
+    session = Session(NetworkOptions(model=Nested(), methods=("input_x_gradient",)), case(0))
+    opened = session.open(*encoded("rgb", 1), case=session.open(0)["image"], index=0)
+    (_, answer) = answers(session, image=opened["image"], methods=["input_x_gradient"], target={"class": 1})
+    expected = saliency.InputXGradient(session.model).attribute(case(1), 1)
+    assert answer["row"]["shares"] == pytest.approx(expected.shares)
 
 
 def test_a_file_that_does_not_fit_its_input_is_refused_in_one_sentence() -> None:

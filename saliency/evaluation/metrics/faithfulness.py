@@ -19,6 +19,7 @@ from torch.nn.functional import conv2d, pad
 from ...attribution.base import METHODS
 from ...attribution.estimates import generator, tied_ranks
 from ...attribution.heatmap import reduced_maps
+from ...attribution.inputs import each_alone
 from ...attribution.options import ConvertedOption, Option
 from ...attribution.passes import MakeInputs, Passes, check_chunk
 from ...attribution.questions import Questions
@@ -27,9 +28,8 @@ from ...io.inputs import Batch
 from ...methods.baselines import Fill, Filler, FillOption, GivenImages
 from ...methods.gradient import VanillaGradient
 from ...methods.segments import ResolvedSegments, Segments, SegmentsLike, resolve_segments, segmented
-from ...model.answer import Answer
 from ...model.call import bound, current_call, run_model
-from ...targets.classes import TargetLike, per_image
+from ...targets.classes import TargetLike
 from ...validation import check_choice, check_integer, check_number
 from .base import Metric, Outcome, SharedResults, Subject, stacked
 
@@ -64,10 +64,10 @@ class PerturbationMetric(Metric):
         reader = VanillaGradient(subject.reader.model, layout=subject.reader.layout)  # without options for each image
         target = subject.explained_target if self.of_explained_score else subject.scored_target
 
-        def measure(batch: Batch, target: TargetLike) -> None:
+        def measure(batch: Batch, targets: Sequence[TargetLike]) -> None:
             """Measure the next images. The model is prepared."""
             x, model = batch.inputs, reader.model
-            asked = Questions(target, reader.images(x, batch.frames))
+            asked = Questions(targets[0], reader.images(x, batch.frames))
             with HookManager(), torch.no_grad():
                 # A target that reads logits finds them in the forward of this call.
                 is_new = len(x) < len(images) or current_call().logits is not None
@@ -81,11 +81,7 @@ class PerturbationMetric(Metric):
         batch = inputs if isinstance(inputs, Batch) else Batch(images, (None,) * len(images))
         compiled = getattr(subject.reader, "passes_of_model", None)
         with reader.call(batch, [target]), bound(compiled=compiled):
-            if isinstance(batch, Answer) and len(images) > 1:
-                targets = per_image(target, len(images))
-                batch.by_image(lambda part, image: measure(part, targets[image]))
-            else:
-                measure(batch, target)
+            each_alone(batch, [target], measure)
         return {metric: stacked(outcomes, 1) for metric, *outcomes in zip(sharing, *measured, strict=True)}
 
 
