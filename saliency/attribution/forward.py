@@ -342,8 +342,8 @@ class TargetGradients:
         """
         self.require_gradient()
         recorded = [end for end in ends if isinstance(end, GradientEdge) or end.requires_grad]
-        score, retain = self.scores_in_graph.sum(), not self.forward.count_backward()
-        grads = differentiate(score, recorded, retain_graph=retain) if recorded else ()
+        scores, retain = self.scores_in_graph, not self.forward.count_backward()
+        grads = differentiate(scores, recorded, torch.ones_like(scores), retain_graph=retain) if recorded else ()
         gradients = dict(zip(map(id, recorded), grads, strict=True))
         return [gradients.get(id(end)) for end in ends]
 

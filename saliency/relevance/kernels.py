@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,18 +35,8 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _LARGE = 1e15
 
 
-class Absorbed(NamedTuple):
-    """Relevance that an operation absorbs; see `Walk.absorb`.
-
-    Attributes:
-        name: The entry of the ledger: "biases", or "stabiliser" for relevance that nothing receives.
-        values: The relevance, by image (row of a matrix product) or channel; with `factors`, sums of quotients.
-        factors: The numbers (C,), or the number, that multiply sums (rows, C); None for relevance.
-    """
-
-    name: str
-    values: Tensor
-    factors: Tensor | float | None = None
+# The entry of the ledger, "biases" or "stabiliser", with its values and factors; see `Walk.absorb`.
+Absorbed = tuple[str, Tensor, Tensor | float | None]
 
 
 class Passed(NamedTuple):
@@ -85,8 +74,8 @@ def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
         quotients = quotients * z.sign()
         sums = _position_sums(op, quotients)
     lost = size * (epsilon.flatten(1) if len(op.dims) > 1 else epsilon)
-    stabiliser = Absorbed("stabiliser", lost.sum(1) if len(op.dims) > 1 else lost)
-    return Passed(op.transposed(quotients, op.weight), absorbed=[*_biases(op, sums, op.bias), stabiliser])
+    absorbed = [*_biases(op, sums, op.bias), ("stabiliser", lost.sum(1) if len(op.dims) > 1 else lost, None)]
+    return Passed(op.transposed(quotients, op.weight), absorbed=absorbed)
 
 
 def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
@@ -96,7 +85,7 @@ def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
         # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
         slope = 1 / (1 + rule.gamma)
         bias = None if op.bias is None else F.leaky_relu(op.bias, slope) + TINY
-        return _divided_by(op, relevance, partial(F.leaky_relu, negative_slope=slope), bias)
+        return _divided_by(op, relevance, lambda part: F.leaky_relu(part, slope), bias)
     # The sum of all parts, of which the parts with the sign of z are enlarged, up to a factor.
     z, factor = op.output, rule.gamma / (2 + rule.gamma)
     magnitudes = _magnitudes(op, op.bias).copysign_(z)
@@ -131,13 +120,14 @@ def _alpha_beta(rule: AlphaBeta, op: LinearOperation, relevance: Tensor) -> Pass
     down, sums, unreached = _quotients(op, relevance, parts, None if negative is None else -TINY)
     absorbed += _biases(op, sums, None if negative is None else -rule.beta * negative)
     for factor, losses in ((rule.alpha, lost), (-rule.beta, unreached)):
-        absorbed += [part._replace(values=factor * part.values) for part in losses]
+        absorbed += [(name, factor * values, numbers) for name, values, numbers in losses]
     if op.is_nonnegative:
         grad = op.transposed(down, signed(op.weight, -1))
         grad = grad.lerp_(op.transposed(up, signed(op.weight, 1)), rule.alpha)
         return Passed(grad, absorbed=absorbed)
     factor = rule.beta / rule.alpha
-    grad = _spread(op, torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
+    # Not in place: the sums of a matrix product are its quotients.
+    grad = _spread(op, torch.sub(up, down, alpha=factor), torch.add(up, down, alpha=factor))
     return Passed(grad.mul_(rule.alpha / 2), absorbed=absorbed)
 
 
@@ -147,7 +137,7 @@ def _excitation(rule: Excitation, op: LinearOperation, grad: Tensor) -> Passed:
     parts = op.input * weights
     passed = torch.where(parts > 0, weights, weights * rule.inhibition(parts, op.dims))
     lost = (op.output * grad).sum(op.dims) - (op.input * passed).sum(op.dims)
-    return Passed(passed, absorbed=[Absorbed("stabiliser", lost)])
+    return Passed(passed, absorbed=[("stabiliser", lost, None)])
 
 
 KERNELS: dict[type[Rule], Callable[[Any, LinearOperation, Tensor], Passed]] = {
@@ -166,7 +156,7 @@ def _biases(op: LinearOperation, sums: Tensor, bias: Tensor | None) -> list[Abso
     if bias is None:
         return []
     is_vector = len(op.dims) > 1 or bias.numel() == bias.shape[-1] == sums.shape[-1]
-    return [Absorbed("biases", sums, bias.detach().flatten()) if is_vector else Absorbed("biases", sums * bias)]
+    return [("biases", sums, bias.detach().flatten()) if is_vector else ("biases", sums * bias, None)]
 
 
 def _position_sums(op: LinearOperation, values: Tensor) -> Tensor:
@@ -195,7 +185,7 @@ def _quotients(
         # Where there is no part, quotients are huge. They need no mask, because they reach only inputs of zero, which
         # have no relevance. Times the tiny number, they are the lost relevance, which the bias does not absorb.
         sums = _position_sums(op, quotients)
-        return quotients, sums, [Absorbed("stabiliser", sums, tiny), Absorbed("biases", sums, -tiny)]
+        return quotients, sums, [("stabiliser", sums, tiny), ("biases", sums, -tiny)]
     if is_tracing():
         quotients.nan_to_num_(0, torch.inf, -torch.inf)
     else:
@@ -209,7 +199,7 @@ def _quotients(
     sizes = quotients.abs()
     lost = where_above(relevance, sizes, _LARGE).sum(op.dims)
     quotients = where_above(quotients, sizes.neg_(), -_LARGE)
-    return quotients, _position_sums(op, quotients), [Absorbed("stabiliser", lost)]
+    return quotients, _position_sums(op, quotients), [("stabiliser", lost, None)]
 
 
 def _divided_by(

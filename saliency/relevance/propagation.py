@@ -251,8 +251,8 @@ class Propagation:
             visit.walk.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0), visit.node)
         if is_sum:
             grads[0] = visit.grad * operation.args.get("beta", 1)
-        for name, values, factors in passed.absorbed:
-            walk.absorb(name, values, node, factors)
+        for name, values, numbers in passed.absorbed:
+            walk.absorb(name, values, node, numbers)
         return tuple(grads)
 
     def _with_norm(

@@ -367,25 +367,20 @@ class Walk:
         """
         if factors is not None and (len(values) != self.images or self._image.get(node) is not None):
             values, factors = _products(values, factors), None
-        of_reading = partial(self.per_image, values, node)
-        readings = list(map(of_reading, self._readings)) if factors is None else [values] * len(self._readings)
-        self._absorbed.append((name, node, readings, factors))
+        readings = map(partial(self.per_image, values, node), self._readings) if factors is None else [values] * 2
+        self._absorbed.append((name, node, list(readings), factors))
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
-        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        pairs: defaultdict[tuple[str, float | None], list[tuple[Tensor, Any]]] = defaultdict(list)
-        chosen = set(nodes)
+        groups, parts, chosen = defaultdict[Any, list[Any]](list), defaultdict[str, list[Tensor]](list), set(nodes)
         for name, node, readings, factors in self._absorbed:
             if node in chosen:
-                rows, values = parts[name], readings[self._reading]
-                if factors is None:
-                    rows.append(values)
-                else:
-                    pairs[name, factors if isinstance(factors, float) else None].append((values, factors))
-        for (name, number), group in pairs.items():
-            values, factors = zip(*group, strict=True)
-            parts[name].append(_products(torch.cat(values, 1), torch.cat(factors) if number is None else number))
+                kind = Tensor if isinstance(factors, Tensor) else factors
+                groups[name, kind].append((readings[self._reading], factors))
+        for (name, kind), group in groups.items():
+            values, numbers = map(list, zip(*group, strict=True))
+            joint = [] if kind is None else [torch.cat(values, 1), torch.cat(numbers) if kind is Tensor else kind]
+            parts[name] += [_products(*joint)] if joint else values
         return dict(zip(parts, map(total, parts.values()), strict=True))
 
     def ledger_at(self, values: Tensor, later: Iterable[Node], tokens: Tensor | None = None) -> dict[str, Tensor]:
@@ -436,8 +431,7 @@ def _products(values: Tensor, factors: Tensor | float) -> Tensor:
 
 def total(parts: Iterable[Tensor]) -> Tensor:
     """Return the sum (N,) of the parts of a ledger, or of one of its entries."""
-    rows = list(parts)
-    return torch.stack(rows).sum(0) if len(rows) > 1 else rows[0]
+    return torch.stack(list(parts)).sum(0)
 
 
 def _moved(visit: Visit) -> Gradients:
