@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self, TypeGuard
 
@@ -383,7 +384,7 @@ def _check_input(image: Tensor, prepare: Prepare, first: int, later: Later) -> T
                 if _warn_of_range(index, low, high, prepare):
                     break
 
-    later(check, *(extreme for row in x for extreme in torch.aminmax(axes_in_memory_order(row))))
+    later(check, *chain.from_iterable(map(torch.aminmax, map(axes_in_memory_order, x))))
     return x
 
 

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
-from itertools import islice
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -172,18 +171,18 @@ def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
     """
     call = current_call()
     if call.checks is not None and not call.is_tracing:
-        call.checks.append(([number.detach().reshape(-1) for number in numbers], check))
+        call.checks.append(([*map(Tensor.detach, map(torch.ravel, numbers))], check))
 
 
 def read_back(*rows: Tensor) -> list[list[float]]:
     """Return the numbers of tensors (n,), and run the pending checks, after one transfer from the device."""
     waiting = current_call().checks or []  # an explanation may be made after its call
     checks, waiting[:] = waiting[:], []
-    whole = [*rows, *itertools.chain.from_iterable(parts for parts, _ in checks)]
+    whole = [*rows, *itertools.chain.from_iterable(next(zip(*checks, strict=True), ()))]
     numbers = iter(torch.cat([row.to(whole[0].device) for row in whole]).tolist() if whole else ())
-    read = [list(islice(numbers, len(row))) for row in rows]
+    read = [list(itertools.islice(numbers, len(row))) for row in rows]
     for parts, check in checks:
-        check(*islice(numbers, sum(map(len, parts))))
+        check(*itertools.islice(numbers, sum(map(len, parts))))
     return read
 
 
