@@ -171,7 +171,7 @@ def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
     """
     call = current_call()
     if call.checks is not None and not call.is_tracing:
-        call.checks.append(([*map(Tensor.detach, map(torch.ravel, numbers))], check))
+        call.checks.append(([*map(Tensor.detach, map(torch.flatten, numbers))], check))
 
 
 def read_back(*rows: Tensor) -> list[list[float]]:
