@@ -33,13 +33,16 @@ from ..calls import answered_on_class, known_keywords, refuse_keywords
 from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
 from ..io.axes import as_text
 from ..io.geometry import Frame
-from ..io.inputs import Batch, ImagesLike, Prepare, read
+from ..io.inputs import Batch, ImagesLike, Prepare, at_once, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
 from ..model.answer import Answer
 from ..model.call import (
     ForwardArgs,
     arguments_of,
     bind_image,
+    bound,
+    check_later,
+    current_call,
     model_attribute,
     prepared_for_attribution,
     read_back,
@@ -276,14 +279,15 @@ class Attribution(HasOptions, ABC):
             attribute: Any = partial(self.attribute, target=target, forward_args=several.named(forward_args))
             return explain_inputs(several, explain, attribute, is_together=self.explains_together())
         method = self.of_input(inputs.names[0]) if isinstance(inputs, InputBatch) and not inputs.is_rows else self
-        try:
-            batch = method.read(inputs)
-        except ImageError as error:
-            if hint := _image_hint(inputs, target):
-                raise ImageError(f"{error}; {hint}") from error
-            raise
-        with method.call(batch, [target], forward_args):
-            return method.explain_batch(batch, [target])[0]
+        with bound(checks=[]):
+            try:
+                batch = method.read(inputs)
+            except ImageError as error:
+                if hint := _image_hint(inputs, target):
+                    raise ImageError(f"{error}; {hint}") from error
+                raise
+            with method.call(batch, [target], forward_args):
+                return method.explain_batch(batch, [target])[0]
 
     @known_keywords
     @answered_on_class
@@ -310,9 +314,10 @@ class Attribution(HasOptions, ABC):
             raise MethodError(
                 f"expected a list of targets, got {described(targets)}; for a single target use attribute"
             )
-        batch = self.read(inputs)
-        with self.call(batch, targets, forward_args):
-            return self.explain_batch(batch, targets)
+        with bound(checks=[]):
+            batch = self.read(inputs)
+            with self.call(batch, targets, forward_args):
+                return self.explain_batch(batch, targets)
 
     @answered_on_class
     def compile(self, mode: str | None = None) -> Self:
@@ -425,7 +430,8 @@ class Attribution(HasOptions, ABC):
         """Read the image or images as the model's input, on the model's device."""
         if isinstance(inputs, Batch):
             return inputs.of(self.model)
-        batch = read(inputs, self.preprocess, like=reference_tensor(self.model))
+        later = at_once if current_call().checks is None else check_later
+        batch = read(inputs, self.preprocess, like=reference_tensor(self.model), later=later)
         if batch.inputs.dim() == 5:
             require_volumes(self.model, batch.inputs)
         return batch
@@ -479,24 +485,21 @@ class Attribution(HasOptions, ABC):
         """Yield a note on the limits of each image's map, and warn if the map shows nothing."""
         values, evidence, cells = explanation.values, explanation.evidence, explanation.values.shape[2:]
         axes = tuple(range(1, values.dim()))
-        # Two reductions are faster than `aminmax`.
-        rows = [values.sum(axes), values.amin(axes), values.amax(axes)]
-        rows += [explanation.scores.to(values.device), explanation.rounding_errors.to(values.device)]
+        # NaN and infinity show in the minimum or maximum. Two reductions are faster than `aminmax`.
+        rows = [values.amin(axes), values.amax(axes), explanation.scores]
         if self.units == "score" and "residual" in evidence and "ledger" not in evidence:
-            rows.append(evidence["residual"].flatten().to(values.device))
-        numbers = torch.stack(rows, 1)
-        read = read_back(numbers)
-        # If the sum is finite, all values are. Otherwise check them, because a sum of finite values may overflow.
-        if not math.isfinite(sum(map(itemgetter(0), read))) and not torch.isfinite(values).all():
+            rows += [evidence["residual"].flatten(), values.sum(axes)]
+        read = read_back(*rows)
+        if not all(map(math.isfinite, read[0] + read[1])):
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {explanation.method} are NaN or infinite")
         shares = explanation.image_share if "token_shares" in evidence else None
         sizes = zip(cells, explanation.input_size, strict=False)
         has_one_cell = explanation.layer and 1 in cells and any(count == 1 < pixels for count, pixels in sizes)
-        for index, (question, (total, low, high, score, error, *rest)) in enumerate(zip(asked, read, strict=True)):
+        for index, (question, low, high, score, *sums) in enumerate(zip(asked, *read, strict=True)):
             name, last = question.name, getattr(question.score, "last_operation", "")
             note = f"the score is the value before the last {last} of the model" if last else ""
-            if (largest := max(-low, high)) <= error:
+            if (largest := max(-low, high)) <= abs(score) * explanation.rounding:
                 below = f"below the rounding error of a score of {score:.4g}"
                 what = f"is at most {largest:.2g}, {below}" if largest else "is 0 everywhere"
                 if is_probability(question) and not 1e-3 < score < 1 - 1e-3:
@@ -506,8 +509,8 @@ class Attribution(HasOptions, ABC):
             elif shares is not None and float(shares[index]) < MIN_IMAGE_SHARE:
                 share = f"only {float(shares[index]):.1%} of the relevance of all tokens"
                 warn(note := f"the image has {share}, so {name} comes from the text; the map shows the small rest")
-            elif rest and 2 * abs(rest[0]) > abs(rest[0] + total):
-                note = f"the values miss {rest[0]:.2g} of an increase of the score by {rest[0] + total:.2g}"
+            elif sums and 2 * abs(sums[0]) > abs(sum(sums)):
+                note = f"the values miss {sums[0]:.2g} of an increase of the score by {sum(sums):.2g}"
             elif self.ignores_sign and question.is_difference:
                 note = f"{explanation.method} gives a contrast and its opposite the same map"
             elif has_one_cell:

@@ -335,8 +335,8 @@ class TargetGradients:
             MethodError: The methods run more backward passes than their `needs` declare.
         """
         self.require_gradient()
-        retain = not self.forward.count_backward()
-        return differentiate(self.scores_in_graph.sum(), ends, retain_graph=retain) if ends else ()
+        scores, retain = self.scores_in_graph, not self.forward.count_backward()
+        return differentiate(scores, ends, torch.ones_like(scores), retain_graph=retain) if ends else ()
 
     def require_gradient(self) -> None:
         """Check that the scores have a gradient.

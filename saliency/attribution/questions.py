@@ -24,6 +24,7 @@ from ..model.call import (
     check_later,
     current_call,
     leaf,
+    read_back,
     run_model,
     run_without_arguments,
 )
@@ -56,6 +57,8 @@ class CallImages(Images):
         frames: The position of the input on each image; by default the input is the image.
         read: Reads a reference image as the model's input.
     """
+
+    read_numbers = staticmethod(read_back)
 
     def __init__(
         self,

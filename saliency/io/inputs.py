@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self, TypeGuard
 
@@ -32,6 +33,7 @@ ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarra
 ImagesLike = ImageLike | Sequence[ImageLike] | Mapping[str, Any]
 """One or several images, or a BatchFeature of Hugging Face."""
 Prepare = Preprocess | TransformPreprocess | None
+Later = Callable[..., None]  # of a check, and of tensors () whose numbers it checks, later or at once
 
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
 
@@ -265,7 +267,14 @@ class Batch:
         return self
 
 
-def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: Tensor | None = None) -> Batch:
+def at_once(check: Callable[..., None], *numbers: Tensor) -> None:
+    """Check the numbers of tensors (), after one transfer from the device."""
+    check(*torch.stack(numbers).tolist())
+
+
+def read(
+    images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: Tensor | None = None, later: Later = at_once
+) -> Batch:
     """Read images as one batch.
 
     Paths, files, bytes, PIL images, arrays and uint8 tensors go through `preprocess`. Floating-point tensors,
@@ -277,6 +286,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
         images: One image, or a sequence of images.
         preprocess: The preprocessing, from a PIL image to a tensor; not used for float tensors.
         like: A tensor that sets the device and floating-point dtype of the batch; by default the first float tensor.
+        later: The function that checks the range of float tensors.
 
     Raises:
         ImageError: An input is not an image, cannot be read, or differs from the other images in size.
@@ -294,7 +304,7 @@ def read(images: ImagesLike, preprocess: PreprocessLike | None = None, *, like: 
         if isinstance(image, str | os.PathLike) and _is_volume(os.fsdecode(image), prepare):
             image = preprocess_volume(read_volume(image).values, prepare)[None]  # noqa: PLW2901
         if _is_input(image):
-            x = _check_input(image, prepare, first=len(frames))
+            x = _check_input(image, prepare, len(frames), later)
             frames += [None] * len(x)
         else:
             frame, x = _preprocess_image(image, prepare, name=f"image {len(frames)}: " if len(images) > 1 else "")
@@ -371,7 +381,7 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
         raise ImageError(f"{name}{error}") from error
 
 
-def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
+def _check_input(image: Tensor, prepare: Prepare, first: int, later: Later) -> Tensor:
     """Return the user's float tensor as a plain detached tensor (N, C, H, W) or (N, C, D, H, W)."""
     label = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
     if image.ndim not in (3, 4, 5):
@@ -385,19 +395,19 @@ def _check_input(image: Tensor, prepare: Prepare, first: int) -> Tensor:
     # Some data loaders create subclasses of Tensor, which would add views to the graph in every operation.
     x = image.detach().as_subclass(Tensor)
     x = x[None] if x.ndim == 3 else x
-    # NaN and infinity show in the minimum or maximum. Checking these needs one transfer from the device for all images.
-    extremes: list[Tensor] = []
-    for row in x:
-        extremes += torch.aminmax(axes_in_memory_order(row))
-    ranges = torch.stack(extremes).view(-1, 2).tolist()
-    for index, (low, high) in enumerate(ranges, start=first):
-        if not (math.isfinite(low) and math.isfinite(high)):
-            hint = "replace them, as x.nan_to_num() does, for a file in its preprocessing"
-            raise NonFiniteError(f"image {index} holds NaN or infinity; {hint}")
-    if x.ndim == 4 and x.shape[1] in (1, 3, 4):
+
+    def check(*extremes: float) -> None:  # NaN and infinity show in the minimum or maximum
+        ranges = list(zip(extremes[::2], extremes[1::2], strict=True))
         for index, (low, high) in enumerate(ranges, start=first):
-            if _warn_of_range(index, low, high, prepare):
-                break
+            if not (math.isfinite(low) and math.isfinite(high)):
+                hint = "replace them, as x.nan_to_num() does, for a file in its preprocessing"
+                raise NonFiniteError(f"image {index} holds NaN or infinity; {hint}")
+        if x.ndim == 4 and x.shape[1] in (1, 3, 4):
+            for index, (low, high) in enumerate(ranges, start=first):
+                if _warn_of_range(index, low, high, prepare):
+                    break
+
+    later(check, *chain.from_iterable(map(torch.aminmax, map(axes_in_memory_order, x))))
     return x
 
 

@@ -366,9 +366,14 @@ class EigenCAM(LayerCombination):
             f"{self.name}: the activations of this layer {reason}, so the map may be high at the background; use "
             "eigen_grad_cam or grad_cam, or choose a layer after a ReLU"
         )
-        activation, values = grads.activation(finest), result.values
-        is_uncertain = values.new_ones(1) if is_of_tokens else self._is_uncertain(activation, values)
-        check_later(lambda is_any: warn(problem) if is_any else None, is_uncertain.any())
+        images, activation = len(result.values), grads.activation(finest)
+
+        def check(*numbers: float) -> None:
+            rows = [numbers[image::images] for image in range(images)]
+            if is_of_tokens or any(signed and not r >= CERTAIN_CORRELATION * a * b for signed, r, a, b in rows):
+                warn(problem)
+
+        check_later(check, *(() if is_of_tokens else self._moments(activation, result.values)))
         return result
 
     def combine(self, activation: Tensor, gradient: Tensor) -> Tensor:
@@ -376,14 +381,11 @@ class EigenCAM(LayerCombination):
         return principal_map(activation, torch.linalg.vector_norm(activation, dim=1))
 
     @staticmethod
-    def _is_uncertain(activation: Tensor, values: Tensor) -> Tensor:
-        """Return whether the sign of each map (N,) is uncertain."""
-        strength = torch.linalg.vector_norm(activation, dim=1)
-        centred = [flat - flat.mean(1, keepdim=True) for flat in (values.flatten(1), strength.flatten(1))]
-        correlation = torch.linalg.vecdot(*centred)
-        is_certain = correlation >= CERTAIN_CORRELATION * centred[0].norm(dim=1) * centred[1].norm(dim=1)
-        is_uncertain: Tensor = ~is_certain & is_signed(activation)
-        return is_uncertain
+    def _moments(activation: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Return whether activations are signed, the covariance of map and norm, and the deviations of both."""
+        rows = torch.stack([values.flatten(1), torch.linalg.vector_norm(activation, dim=1).flatten(1)])
+        centred = rows - rows.mean(2, keepdim=True)
+        return is_signed(activation), torch.linalg.vecdot(*centred), torch.linalg.vector_norm(centred, dim=2)
 
 
 class EigenGradCAM(LayerCombination):
@@ -423,16 +425,16 @@ def principal_map(features: Tensor, reference: Tensor) -> Tensor:
     """
     locations = at_least_float32(features).flatten(2).transpose(1, 2)  # (N, hw, K)
     # A Gram matrix squares its entries. Scaled entries neither overflow nor underflow.
-    scale = locations.abs().amax((1, 2), keepdim=True)
-    locations = locations / torch.where(scale == 0, torch.ones_like(scale), scale)
+    scale = torch.linalg.vector_norm(locations, math.inf, (1, 2), keepdim=True)
+    locations = locations / scale.clamp_(min=torch.finfo(scale.dtype).tiny)
     if locations.shape[1] <= locations.shape[2]:
         values, vectors = torch.linalg.eigh(locations @ locations.transpose(1, 2))  # (N, hw, hw), ascending
         projection = vectors[:, :, -1] * values[:, -1:].clamp(min=0).sqrt()
     else:
         _, vectors = torch.linalg.eigh(locations.transpose(1, 2) @ locations)
         projection = (locations @ vectors[:, :, -1:]).squeeze(2)
-    agreement = (projection * reference.flatten(1) / scale[:, 0]).sum(1, keepdim=True)
-    projection = torch.where(agreement < 0, -projection, projection) * scale[:, 0]
+    agreement = torch.einsum("np,np->n", projection, reference.flatten(1))
+    projection = torch.mul(projection, torch.copysign(scale[:, 0], agreement[:, None]))
     return projection.reshape(features.shape[0], 1, *features.shape[2:]).to(features.dtype)
 
 

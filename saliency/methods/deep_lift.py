@@ -87,19 +87,20 @@ class DeepLIFT(TracedAttribution):
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the mean over the baselines."""
-        estimate, residual = Estimate(), Estimate()
-        references = self.references(grads.x)
+        estimate, residual, references = Estimate(), Estimate(), self.references(grads.x)
         for number, reference in enumerate(references, 1):
             # In the memory format of the images, in which a reshape may be a view or a copy.
             base = grads.on(torch.empty_like(grads.x).copy_(reference))
             values, handled = self._values(grads, base, number == len(references) and grads.forward.count_backward())
             missing = grads.scores.double() - base.scores.double() - values.flatten(1).sum(1, dtype=torch.float64)
             self._check(grads, base, missing)
-            estimate.add(values[None])
-            residual.add(missing[None])
-        values, coverage = estimate.mean.to(grads.x.dtype), Coverage(handled=handled)
+            if len(references) > 1:
+                estimate.add(values[None])
+                residual.add(missing[None])
+                values, missing = estimate.mean, residual.mean
+        values, coverage = values.to(grads.x.dtype), Coverage(handled=handled)
         error = None if estimate.error is None or not self.has_error else estimate.error.to(grads.x.dtype)
-        missing = residual.mean.to(at_least_float32(grads.scores).dtype)
+        missing = missing.to(at_least_float32(grads.scores).dtype)
         return BatchAttribution(
             values, grads.scores, evidence={"coverage": coverage, "residual": missing, "error": error}
         )
@@ -112,18 +113,18 @@ class DeepLIFT(TracedAttribution):
 
     def _check(self, grads: TargetGradients, base: TargetGradients, missing: Tensor) -> None:
         """Warn if too much of the difference of the scores is missing (N,)."""
-        scores, base_scores = grads.scores.double(), base.scores.double()
-        rise = (scores - base_scores).abs()
-        rounding = 64 * torch.finfo(grads.scores.dtype).eps * (scores.abs() + base_scores.abs())
+        images, eps = len(missing), 64 * torch.finfo(grads.scores.dtype).eps
 
-        def check(is_whole: float, most: float, difference: float) -> None:
-            if not is_whole:
-                problem = f"the values miss {most:.1g} of a difference of the scores of {difference:.1g}"
+        def check(*numbers: float) -> None:
+            for lost, score, base_score in (numbers[image::images] for image in range(images)):
+                rise, rounding = abs(score - base_score), eps * (abs(score) + abs(base_score))
+                if abs(lost) <= MAX_MISSING_SHARE * rise + rounding:  # false for NaN
+                    continue
+                problem = f"the values miss {abs(lost):.1g} of a difference of the scores of {rise:.1g}"
                 warn(f"{self.name}: {problem}, as for a ReLU written as x * (x > 0); use torch.relu")
 
         if self.unknown != "gradient":
-            is_whole, (most, worst) = missing.abs() <= MAX_MISSING_SHARE * rise + rounding, missing.abs().max(0)
-            check_later(check, is_whole.all(), most, rise.take(worst))
+            check_later(check, missing, grads.scores, base.scores)
 
 
 class DeepSHAP(DeepLIFT):

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
-from itertools import islice
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -85,7 +84,7 @@ class Call(NamedTuple):
     warned: set[tuple[str, int]] | None = None
     warns: bool = True
     subjects: tuple[str, ...] = ()
-    checks: list[tuple[Tensor, Callable[..., None]]] | None = None
+    checks: list[tuple[list[Tensor], Callable[..., None]]] | None = None
     compiled: Sequence[Callable[..., Any]] | None = None
     compiles: bool = True
 
@@ -119,7 +118,6 @@ def rows_of_states(value: Any, images: Sequence[int], count: int) -> Any:
 
 
 _NOTHING = Call()
-_NO_ROWS = torch.empty(0, 1, dtype=torch.float32, device="cpu")
 
 
 @contextmanager
@@ -173,31 +171,28 @@ def name_subjects(*names: str) -> None:
 
 
 def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
-    """Check numbers only after the result is computed, so that no operation waits for them.
+    """Check numbers later, so that no operation waits for them.
 
-    The numbers are read from the device together with numbers of the result, by `read_back`.
+    They are read from the device with the next numbers that the call reads, such as those of the result.
 
     Args:
         check: The function that checks the numbers; it may warn or raise.
-        numbers: Tensors (), or one tensor (n,).
+        numbers: Tensors () or (n,).
     """
     call = current_call()
     if call.checks is not None and not call.is_tracing:
-        row = torch.stack(numbers) if len(numbers) > 1 else numbers[0].detach().reshape(-1)
-        call.checks.append((row, check))
+        call.checks.append(([*map(Tensor.detach, map(torch.flatten, numbers))], check))
 
 
-def read_back(rows: Tensor) -> list[tuple[float, ...]]:
-    """Return rows (n, k) of numbers, and run the pending checks, after one transfer from the device."""
+def read_back(*rows: Tensor) -> list[list[float]]:
+    """Return the numbers of tensors (n,), and run the pending checks, after one transfer from the device."""
     waiting = current_call().checks or []  # an explanation may be made after its call
     checks, waiting[:] = waiting[:], []
-    flat = [rows.flatten()]
-    for row, _ in checks:
-        flat.append(row.to(rows.device))
-    numbers = iter(torch.cat(flat).tolist())
-    read = list(zip(*[islice(numbers, rows.numel())] * rows.shape[1], strict=True))
-    for row, check in checks:
-        check(*islice(numbers, len(row)))
+    whole = [*rows, *itertools.chain.from_iterable(next(zip(*checks, strict=True), ()))]
+    numbers = iter(torch.cat([row.to(whole[0].device) for row in whole]).tolist() if whole else ())
+    read = [list(itertools.islice(numbers, len(row))) for row in rows]
+    for parts, check in checks:
+        check(*itertools.islice(numbers, sum(map(len, parts))))
     return read
 
 
@@ -372,16 +367,16 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         if is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         stack.enter_context(_lease(partial(_evaluate, modules, others), _end_evaluation))
-        checks = list[tuple[Tensor, Callable[..., None]]]()
+        checks = current_call().checks or []  # of the images
         stack.enter_context(bound(**call, modules=modules, checks=checks))
         try:
             yield
         except Exception:
             with bound(warns=False):  # a score that is not finite is the reason of other errors
-                read_back(_NO_ROWS)
+                read_back()
             raise
         if checks:  # left by a method whose result did not become an explanation
-            read_back(_NO_ROWS)
+            read_back()
 
 
 @lru_cache

@@ -8,7 +8,7 @@ positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,20 +35,22 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 _LARGE = 1e15
 
 
+# The entry of the ledger, "biases" or "stabiliser", with its values and factors; see `Walk.absorb`.
+Absorbed = tuple[str, Tensor, Tensor | float | None]
+
+
 class Passed(NamedTuple):
     """Result of a rule for the input of an operation.
 
     Attributes:
         grad: G at the input, where the relevance is input * G; None if the rule returns relevance.
         relevance: The relevance of the input, for rules that also give relevance to an input of zero.
-        biases: The relevance that the bias absorbs, by image (row of a matrix product) or channel; None if it is zero.
-        lost: The relevance that nothing receives, in the shape of `biases`; None if it is zero.
+        absorbed: The relevance that does not reach the input.
     """
 
     grad: Tensor | None = None
     relevance: Tensor | None = None
-    biases: Tensor | None = None
-    lost: Tensor | None = None
+    absorbed: Sequence[Absorbed] = ()
 
 
 def reads_gradient(rule: Rule) -> bool:
@@ -60,7 +62,7 @@ def reads_gradient(rule: Rule) -> bool:
 def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
     """Divide the relevance by z + epsilon sign z, or pass G if epsilon is 0."""
     if not rule.epsilon:
-        return _passed(op, op.transposed(relevance, op.weight), _position_sums(op, relevance), op.bias)
+        return Passed(op.transposed(relevance, op.weight), absorbed=_biases(op, _position_sums(op, relevance), op.bias))
     z = op.output
     epsilon = rule.epsilon * (op.scale if rule.relative else z.new_ones([1] * z.dim()))
     if op.is_positive:
@@ -72,7 +74,8 @@ def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
         quotients = quotients * z.sign()
         sums = _position_sums(op, quotients)
     lost = size * (epsilon.flatten(1) if len(op.dims) > 1 else epsilon)
-    return _passed(op, op.transposed(quotients, op.weight), sums, op.bias, lost.sum(1) if len(op.dims) > 1 else lost)
+    absorbed = [*_biases(op, sums, op.bias), ("stabiliser", lost.sum(1) if len(op.dims) > 1 else lost, None)]
+    return Passed(op.transposed(quotients, op.weight), absorbed=absorbed)
 
 
 def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
@@ -80,7 +83,9 @@ def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
     is_positive = op.is_positive or not (is_tracing() or bool(where_above(relevance, -op.output, 0).any()))
     if is_positive and op.is_nonnegative:
         # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
-        return _divided_by(op, relevance, lambda part: F.leaky_relu(part, 1 / (1 + rule.gamma)), op.bias)
+        slope = 1 / (1 + rule.gamma)
+        bias = None if op.bias is None else F.leaky_relu(op.bias, slope) + TINY
+        return _divided_by(op, relevance, lambda part: F.leaky_relu(part, slope), bias)
     # The sum of all parts, of which the parts with the sign of z are enlarged, up to a factor.
     z, factor = op.output, rule.gamma / (2 + rule.gamma)
     magnitudes = _magnitudes(op, op.bias).copysign_(z)
@@ -88,43 +93,42 @@ def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
     sign = parts.sign()
     quotients, sums, lost = _quotients(op, relevance, parts)
     of_magnitudes = sign.mul_(quotients).mul_(factor)
-    passed = _passed(op, _spread(op, quotients, of_magnitudes), sums, op.bias, lost)
-    if op.bias is None or passed.biases is None:
-        return passed
-    return passed._replace(
-        biases=passed.biases + _bias_relevance(op, _position_sums(op, of_magnitudes), op.bias.abs()),
-    )
+    absorbed = [*_biases(op, sums, op.bias), *lost]
+    if op.bias is not None:
+        absorbed += _biases(op, _position_sums(op, of_magnitudes), op.bias.abs())
+    return Passed(_spread(op, quotients, of_magnitudes), absorbed=absorbed)
 
 
 def _alpha_beta(rule: AlphaBeta, op: LinearOperation, relevance: Tensor) -> Passed:
     """Divide the relevance by the positive parts, and by the negative parts."""
     bias = op.bias if rule.bias else None
     if not rule.beta and op.is_nonnegative:
-        return _divided_by(op, relevance, F.relu, bias, tiny=TINY)
+        return _divided_by(op, relevance, F.relu, None if bias is None else bias.clamp(min=TINY), tiny=TINY)
     positive = None if bias is None else bias.clamp(min=0)
     if not rule.beta:
         magnitudes = _magnitudes(op, bias)
         parts = _without(op, rule, magnitudes) + magnitudes
         quotients, sums, lost = _quotients(op, relevance, _cleared(op, rule, parts, magnitudes, 1))
-        return _passed(op, _spread(op, quotients, quotients), sums, None if positive is None else 2 * positive, lost)
+        biases = _biases(op, sums, None if positive is None else 2 * positive)
+        return Passed(_spread(op, quotients, quotients), absorbed=[*biases, *lost])
     # The negative parts are summed alone: the sums of positive parts then have no cancellation where the output is
     # positive.
-    negative = None if bias is None else bias.clamp(max=0)
-    parts = _negative_parts(op, None if negative is None else negative - TINY)
+    negative = None if bias is None else bias.clamp(max=-TINY)
+    parts = _negative_parts(op, negative)
     up, sums, lost = _quotients(op, relevance, _cleared(op, rule, _without(op, rule, -parts) - parts, parts, -1))
-    biases = None if positive is None else _bias_relevance(op, sums, rule.alpha * positive)
+    absorbed = _biases(op, sums, None if positive is None else rule.alpha * positive)
     down, sums, unreached = _quotients(op, relevance, parts, None if negative is None else -TINY)
-    losses = [factor * part for factor, part in ((rule.alpha, lost), (-rule.beta, unreached)) if part is not None]
-    lost = torch.stack(losses).sum(0) if losses else None
-    if biases is not None and negative is not None:
-        biases = biases - _bias_relevance(op, sums, rule.beta * negative)
+    absorbed += _biases(op, sums, None if negative is None else -rule.beta * negative)
+    for factor, losses in ((rule.alpha, lost), (-rule.beta, unreached)):
+        absorbed += [(name, factor * values, numbers) for name, values, numbers in losses]
     if op.is_nonnegative:
         grad = op.transposed(down, signed(op.weight, -1))
         grad = grad.lerp_(op.transposed(up, signed(op.weight, 1)), rule.alpha)
-        return Passed(grad, biases=biases, lost=lost)
+        return Passed(grad, absorbed=absorbed)
     factor = rule.beta / rule.alpha
-    grad = _spread(op, torch.sub(up, down, alpha=factor), up.add_(down, alpha=factor))
-    return Passed(grad.mul_(rule.alpha / 2), biases=biases, lost=lost)
+    # Not in place: the sums of a matrix product are its quotients.
+    grad = _spread(op, torch.sub(up, down, alpha=factor), torch.add(up, down, alpha=factor))
+    return Passed(grad.mul_(rule.alpha / 2), absorbed=absorbed)
 
 
 def _excitation(rule: Excitation, op: LinearOperation, grad: Tensor) -> Passed:
@@ -132,7 +136,8 @@ def _excitation(rule: Excitation, op: LinearOperation, grad: Tensor) -> Passed:
     weights = op.transposed(grad, op.weight)
     parts = op.input * weights
     passed = torch.where(parts > 0, weights, weights * rule.inhibition(parts, op.dims))
-    return Passed(passed, lost=(op.output * grad).sum(op.dims) - (op.input * passed).sum(op.dims))
+    lost = (op.output * grad).sum(op.dims) - (op.input * passed).sum(op.dims)
+    return Passed(passed, absorbed=[("stabiliser", lost, None)])
 
 
 KERNELS: dict[type[Rule], Callable[[Any, LinearOperation, Tensor], Passed]] = {
@@ -146,15 +151,12 @@ KERNELS: dict[type[Rule], Callable[[Any, LinearOperation, Tensor], Passed]] = {
 """The kernels by class of rule. A rule of another class, such as a subclass, is computed by its formula."""
 
 
-def _passed(op: LinearOperation, grad: Tensor, sums: Tensor, bias: Tensor | None, lost: Tensor | None = None) -> Passed:
-    """Return a result, given the sums of the quotients over all positions and the bias that they multiply."""
-    return Passed(grad, biases=None if bias is None else _bias_relevance(op, sums, bias), lost=lost)
-
-
-def _bias_relevance(op: LinearOperation, sums: Tensor, bias: Tensor) -> Tensor:
+def _biases(op: LinearOperation, sums: Tensor, bias: Tensor | None) -> list[Absorbed]:
     """Return the relevance of a bias, given the sums of the quotients over all positions."""
+    if bias is None:
+        return []
     is_vector = len(op.dims) > 1 or bias.numel() == bias.shape[-1] == sums.shape[-1]
-    return sums @ bias.flatten() if is_vector else sums * bias
+    return [("biases", sums, bias.detach().flatten()) if is_vector else ("biases", sums * bias, None)]
 
 
 def _position_sums(op: LinearOperation, values: Tensor) -> Tensor:
@@ -164,25 +166,26 @@ def _position_sums(op: LinearOperation, values: Tensor) -> Tensor:
 
 def _quotients(
     op: LinearOperation, relevance: Tensor, parts: Tensor, tiny: float | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, list[Absorbed]]:
     """Divide the relevance of the output by sums of parts, which are overwritten.
 
     Args:
         op: The operation.
         relevance: The relevance.
         parts: The sums of parts.
-        tiny: The tiny number that was added to exact sums of parts of one sign; None for other sums.
+        tiny: The tiny number that replaces a bias of another sign in exact sums of parts of one sign; None for other
+            sums.
 
     Returns:
-        The quotients; their sums over all positions; and the relevance of each image (row of a matrix product) that
-        nothing receives because no part has the right sign, None if there is none.
+        The quotients; their sums over all positions; and the relevance that nothing receives because no part has the
+        right sign.
     """
     quotients = torch.div(relevance, parts, out=parts)
     if tiny is not None and op.is_rectified and len(op.dims) > 1:
         # Where there is no part, quotients are huge. They need no mask, because they reach only inputs of zero, which
-        # have no relevance. Times the tiny number, they are the lost relevance.
+        # have no relevance. Times the tiny number, they are the lost relevance, which the bias does not absorb.
         sums = _position_sums(op, quotients)
-        return quotients, sums, sums.sum(1).mul_(tiny)
+        return quotients, sums, [("stabiliser", sums, tiny), ("biases", sums, -tiny)]
     if is_tracing():
         quotients.nan_to_num_(0, torch.inf, -torch.inf)
     else:
@@ -192,11 +195,11 @@ def _quotients(
             sums = _position_sums(op, quotients.nan_to_num_(0, torch.inf, -torch.inf))
             total = float(sums.abs().sum())
         if total <= _LARGE:  # false for NaN
-            return quotients, sums, None
+            return quotients, sums, []
     sizes = quotients.abs()
     lost = where_above(relevance, sizes, _LARGE).sum(op.dims)
     quotients = where_above(quotients, sizes.neg_(), -_LARGE)
-    return quotients, _position_sums(op, quotients), lost
+    return quotients, _position_sums(op, quotients), [("stabiliser", lost, None)]
 
 
 def _divided_by(
@@ -206,16 +209,15 @@ def _divided_by(
     bias: Tensor | None,
     tiny: float | None = None,
 ) -> Passed:
-    """Divide the relevance of the output by parts with some of the weights and of the bias; no input is negative."""
-    bias = None if bias is None else part(bias)
+    """Divide the relevance of the output by parts with some of the weights and a bias; no input is negative."""
     shared = {} if op.shared is None else op.shared
     if "parts" not in shared:
         weight = part(op.weight)
-        shared["parts"] = weight, op.run(op.input, weight, None if bias is None else bias + TINY)
+        shared["parts"] = weight, op.run(op.input, weight, bias)
     weight, parts = shared["parts"]
     parts = parts if op.shared is None else parts.clone()
     quotients, sums, lost = _quotients(op, relevance, parts, None if bias is None else tiny)
-    return _passed(op, op.transposed(quotients, weight), sums, bias, lost)
+    return Passed(op.transposed(quotients, weight), absorbed=[*_biases(op, sums, bias), *lost])
 
 
 def _magnitudes(op: LinearOperation, bias: Tensor | None) -> Tensor:

@@ -251,10 +251,8 @@ class Propagation:
             visit.walk.absorb("inputs of zero", torch.where(op.input == 0, passed.relevance, 0), visit.node)
         if is_sum:
             grads[0] = visit.grad * operation.args.get("beta", 1)
-        elif passed.biases is not None:
-            visit.walk.absorb("biases", passed.biases, visit.node)
-        if passed.lost is not None:
-            visit.walk.absorb("stabiliser", passed.lost, visit.node)
+        for name, values, numbers in passed.absorbed:
+            walk.absorb(name, values, node, numbers)
         return tuple(grads)
 
     def _with_norm(

@@ -245,7 +245,7 @@ class Walk:
         is_ambiguous = self.images > 1 and any(map(self._is_ambiguous, self.graph.nodes))
         self._reading, self._readings = 0, range(1 + is_ambiguous)
         self._interleaved: tuple[set[Node], set[Node]] = set(), set()
-        self._absorbed: list[tuple[str, Node, list[Tensor]]] = []
+        self._absorbed: list[tuple[str, Node, list[Tensor], Tensor | float | None]] = []
 
     def run(self) -> Walk:
         """Walk from the scores to the image, and return this walk."""
@@ -355,17 +355,32 @@ class Walk:
             return shape[:1] == result[:1]
         return self._is_length_first(result, reading) and shape[:1] == (result[:2].numel(),)
 
-    def absorb(self, name: str, values: Tensor, node: Node) -> None:
-        """Add values, in the shape of the result of a node, to an entry of the ledger."""
-        self._absorbed.append((name, node, list(map(partial(self.per_image, values, node), self._readings))))
+    def absorb(self, name: str, values: Tensor, node: Node, factors: Tensor | float | None = None) -> None:
+        """Add values, in the shape of the result of a node, to an entry of the ledger.
+
+        Args:
+            name: The name of the entry.
+            values: The values.
+            node: The node.
+            factors: The numbers (C,), or the number, that multiply values (rows, C), whose sums over C are added. If
+                each row is an image, all entries of this name are multiplied at once when the ledger is computed.
+        """
+        if factors is not None and (len(values) != self.images or self._image.get(node) is not None):
+            values, factors = _products(values, factors), None
+        readings = map(partial(self.per_image, values, node), self._readings) if factors is None else [values] * 2
+        self._absorbed.append((name, node, list(readings), factors))
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""
-        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        chosen = set(nodes)
-        for name, node, readings in self._absorbed:
+        groups, parts, chosen = defaultdict[Any, list[Any]](list), defaultdict[str, list[Tensor]](list), set(nodes)
+        for name, node, readings, factors in self._absorbed:
             if node in chosen:
-                parts[name].append(readings[self._reading])
+                kind = Tensor if isinstance(factors, Tensor) else factors
+                groups[name, kind].append((readings[self._reading], factors))
+        for (name, kind), group in groups.items():
+            values, numbers = map(list, zip(*group, strict=True))
+            joint = [] if kind is None else [torch.cat(values, 1), torch.cat(numbers) if kind is Tensor else kind]
+            parts[name] += [_products(*joint)] if joint else values
         return dict(zip(parts, map(total, parts.values()), strict=True))
 
     def ledger_at(self, values: Tensor, later: Iterable[Node], tokens: Tensor | None = None) -> dict[str, Tensor]:
@@ -407,6 +422,11 @@ class Walk:
                 "einsum; explain one image at a time"
             )
         return values.reshape(self.images, -1).sum(1)
+
+
+def _products(values: Tensor, factors: Tensor | float) -> Tensor:
+    """Return the sums (rows,) of values (rows, C) times numbers (C,), or times a number."""
+    return values @ factors if isinstance(factors, Tensor) else values.sum(1) * factors
 
 
 def total(parts: Iterable[Tensor]) -> Tensor:

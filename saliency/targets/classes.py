@@ -50,8 +50,8 @@ class ClassScore:
         return self._of_class(class_scores(output))
 
     def _of_class(self, scores: Tensor) -> Tensor:
-        if self.is_binary and all(self.classes):
-            return scores[:, 0]
+        if len({*self.classes}) == 1 and (self.classes[0] or not self.is_binary):
+            return scores[:, 0 if self.is_binary else self.classes[0]]
         index = torch.tensor(self.classes, device=scores.device).expand(len(scores))
         return scores[:, 0] * (2 * index - 1) if self.is_binary else scores.gather(1, index[:, None]).squeeze(1)
 
@@ -107,15 +107,15 @@ class ClassTarget(Target):
             raise TargetError(f"the model returned {rows}; pass a function of the output as the target")
         count, classes = images.class_count(scores.shape[1]), self.classes
         is_binary = count > scores.shape[1]
-        if None in classes:  # one transfer also reads the smallest score, for the link
-            numbers = scores.detach()
-            best = numbers[:, 0] if is_binary else numbers.argmax(1)
-            smallest, *top = torch.cat([numbers.min()[None].float(), best.float()]).tolist()
-            link = images.link(scores, smallest)
-            top = [row > threshold(link) for row in top] if is_binary else top
+        numbers = scores.detach()
+        parts = [numbers.min()[None].float()]
+        if None in classes:
+            parts.append((numbers[:, 0] if is_binary else numbers.argmax(1)).float())
+        (smallest,), *tops = images.read_numbers(*parts)
+        link = images.link(scores, smallest)
+        for best in tops:
+            top = [row > threshold(link) for row in best] if is_binary else best
             classes = tuple(int(top[n]) if cls is None else cls for n, cls in zip(images.numbers, classes, strict=True))
-        else:
-            link = images.link(scores)
         for index in classes:
             require_class(index, count)
         return ClassScore(classes, link, is_binary)

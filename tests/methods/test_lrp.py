@@ -654,7 +654,7 @@ def test_a_composite_that_does_not_fit_is_an_error(composite: Any, fact: str) ->
 
 def test_nan_in_the_ledger_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(rule: Epsilon, op: saliency.relevance.LinearOperation, relevance: Tensor) -> Passed:
-        return epsilon(rule, op, relevance)._replace(biases=torch.full_like(relevance, torch.nan))
+        return epsilon(rule, op, relevance)._replace(absorbed=[("biases", relevance * torch.nan, None)])
 
     epsilon, table = KERNELS[Epsilon], cast("dict[Any, Any]", KERNELS)
     monkeypatch.setitem(table, Epsilon, kernel)
