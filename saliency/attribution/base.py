@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import cache, partial, reduce
 from itertools import filterfalse, starmap
-from operator import attrgetter, itemgetter, or_
+from operator import attrgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, Self, cast, overload
 
