@@ -489,14 +489,15 @@ class Attribution(HasOptions, ABC):
         rows = [values.amin(axes), values.amax(axes), explanation.scores]
         if self.units == "score" and "residual" in evidence and "ledger" not in evidence:
             rows += [evidence["residual"].flatten(), values.sum(axes)]
-        read = read_back(*rows)
-        if not all(map(math.isfinite, read[0] + read[1])):
+        numbers = read_back(*rows)
+        if not all(map(math.isfinite, numbers[: 2 * len(asked)])):
             bad = int((~torch.isfinite(values)).sum())
             raise NonFiniteError(f"{bad} of {values.numel()} values of {explanation.method} are NaN or infinite")
         shares = explanation.image_share if "token_shares" in evidence else None
         sizes = zip(cells, explanation.input_size, strict=False)
         has_one_cell = explanation.layer and 1 in cells and any(count == 1 < pixels for count, pixels in sizes)
-        for index, (question, low, high, score, *sums) in enumerate(zip(asked, *read, strict=True)):
+        for index, question in enumerate(asked):
+            low, high, score, *sums = numbers[index :: len(asked)]
             name, last = question.name, getattr(question.score, "last_operation", "")
             note = f"the score is the value before the last {last} of the model" if last else ""
             if (largest := max(-low, high)) <= abs(score) * explanation.rounding:

@@ -200,11 +200,6 @@ class Explanation(BatchAttribution):
         return (fractions(self.token_shares, 1).abs() * is_image).sum(1)
 
     @property
-    def rounding_errors(self) -> Tensor:
-        """The rounding error of each score (N,); 0 if the values have other units, or relative errors."""
-        return self.scores.abs() * self.rounding
-
-    @property
     def rounding(self) -> float:
         """The rounding error of a score, relative to it; 0 if the values have other units, or relative errors.
 

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self, TypeGuard
@@ -396,38 +397,42 @@ def _check_input(image: Tensor, prepare: Prepare, first: int, later: Later) -> T
     x = image.detach().as_subclass(Tensor)
     x = x[None] if x.ndim == 3 else x
 
-    def check(*extremes: float) -> None:  # NaN and infinity show in the minimum or maximum
-        ranges = list(zip(extremes[::2], extremes[1::2], strict=True))
-        for index, (low, high) in enumerate(ranges, start=first):
-            if not (math.isfinite(low) and math.isfinite(high)):
-                hint = "replace them, as x.nan_to_num() does, for a file in its preprocessing"
-                raise NonFiniteError(f"image {index} holds NaN or infinity; {hint}")
-        if x.ndim == 4 and x.shape[1] in (1, 3, 4):
-            for index, (low, high) in enumerate(ranges, start=first):
-                if _warn_of_range(index, low, high, prepare):
-                    break
-
+    is_image = x.ndim == 4 and x.shape[1] in (1, 3, 4)
+    check = partial(_check_ranges, first, prepare, is_image)
     later(check, *chain.from_iterable(map(torch.aminmax, map(axes_in_memory_order, x))))
     return x
 
 
-def _warn_of_range(index: int, low: float, high: float, prepare: Prepare) -> bool:
-    """Warn of a float tensor whose values are in the range of an image, not of the model's input, and return True."""
-    white = 0  # the value of white in such an image
-    if low >= 0 and 20 < high <= 255 and (prepare is None or high > 1.001 * prepare.input_range[1]):
-        white = 255
-    elif 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0:
-        white = 1
-    if not white:
-        return False
-    std = "(1 / 255,) * 3" if white == 255 else "(1, 1, 1)"
-    gives = "" if prepare is None else ", but preprocessing gives {:.3g}..{:.3g}".format(*prepare.input_range)
-    warn(
-        f"image {index} is a float tensor in {low:.3g}..{high:.3g}{gives}: it looks like 0..{white} without "
-        "normalisation, and is used as the model's own input. Pass a uint8 image, or normalise the tensor. "
-        f"If the model takes 0..{white}, declare it: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
-    )
-    return True
+def _check_ranges(first: int, prepare: Prepare, is_image: bool, *extremes: float) -> None:
+    """Raise NonFiniteError for NaN in images, and warn of the first image that seems not to be normalised.
+
+    Args:
+        first: The number of the first image.
+        prepare: The preprocessing.
+        is_image: Whether the tensors have the channels of an image.
+        extremes: The minimum and maximum of each tensor, in which NaN and infinity show.
+    """
+    ranges = list(enumerate(zip(extremes[::2], extremes[1::2], strict=True), start=first))
+    for index, (low, high) in ranges:
+        if not (math.isfinite(low) and math.isfinite(high)):
+            hint = "replace them, as x.nan_to_num() does, for a file in its preprocessing"
+            raise NonFiniteError(f"image {index} holds NaN or infinity; {hint}")
+    for index, (low, high) in ranges if is_image else ():
+        white = 0  # the value of white in such an image
+        if low >= 0 and 20 < high <= 255 and (prepare is None or high > 1.001 * prepare.input_range[1]):
+            white = 255
+        elif 0 <= low < high <= 1 and prepare is not None and prepare.input_range[0] < 0:
+            white = 1
+        if not white:
+            continue
+        std = "(1 / 255,) * 3" if white == 255 else "(1, 1, 1)"
+        gives = "" if prepare is None else ", but preprocessing gives {:.3g}..{:.3g}".format(*prepare.input_range)
+        warn(
+            f"image {index} is a float tensor in {low:.3g}..{high:.3g}{gives}: it looks like 0..{white} without "
+            "normalisation, and is used as the model's own input. Pass a uint8 image, or normalise the tensor. "
+            f"If the model takes 0..{white}, declare it: preprocess=saliency.Preprocess(mean=(0, 0, 0), std={std})"
+        )
+        return
 
 
 def axes_in_memory_order(tensor: Tensor) -> Tensor:

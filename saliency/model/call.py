@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache, partial
+from operator import methodcaller
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -184,15 +185,17 @@ def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
         call.checks.append(([*map(Tensor.detach, map(torch.flatten, numbers))], check))
 
 
-def read_back(*rows: Tensor) -> list[list[float]]:
-    """Return the numbers of tensors (n,), and run the pending checks, after one transfer from the device."""
+def read_back(*rows: Tensor) -> list[float]:
+    """Return the numbers of tensors (n,), row by row, and run the pending checks, after one transfer."""
     waiting = current_call().checks or []  # an explanation may be made after its call
     checks, waiting[:] = waiting[:], []
-    whole = [*rows, *itertools.chain.from_iterable(next(zip(*checks, strict=True), ()))]
-    numbers = iter(torch.cat([row.to(whole[0].device) for row in whole]).tolist() if whole else ())
-    read = [list(itertools.islice(numbers, len(row))) for row in rows]
-    for parts, check in checks:
-        check(*itertools.islice(numbers, sum(map(len, parts))))
+    whole = list(rows)
+    for pending, _ in checks:
+        whole += pending
+    numbers = iter(torch.cat([*map(methodcaller("to", whole[0].device), whole)]).tolist() if whole else ())
+    read = list(itertools.islice(numbers, sum(map(len, rows))))
+    for pending, check in checks:
+        check(*itertools.islice(numbers, sum(map(len, pending))))
     return read
 
 

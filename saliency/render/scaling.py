@@ -191,7 +191,7 @@ def scale_map(
         is_zeroed = not from_zero
         if explanation.values.any() or not any(explanation.notes):  # `attribute` warns of values of 0, and notes it
             warn(_why_flat(explanation, low, high, sign))
-    elif largest <= float(explanation.rounding_errors[0]):
+    elif largest <= abs(float(explanation.scores[0])) * explanation.rounding:
         # A gradient depends on the units and the size of the input, so a small one may be correct.
         is_zeroed = explanation.units != PER_UNIT
         warn(

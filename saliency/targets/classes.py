@@ -111,10 +111,10 @@ class ClassTarget(Target):
         parts = [numbers.min()[None].float()]
         if None in classes:
             parts.append((numbers[:, 0] if is_binary else numbers.argmax(1)).float())
-        (smallest,), *tops = images.read_numbers(*parts)
+        smallest, *top = images.read_numbers(*parts)
         link = images.link(scores, smallest)
-        for best in tops:
-            top = [row > threshold(link) for row in best] if is_binary else best
+        if top:
+            top = [row > threshold(link) for row in top] if is_binary else top
             classes = tuple(int(top[n]) if cls is None else cls for n, cls in zip(images.numbers, classes, strict=True))
         for index in classes:
             require_class(index, count)

@@ -79,9 +79,9 @@ class Images:
         """Return the model's output for a reference image."""
         raise TargetError(_METHODS_ONLY)
 
-    def read_numbers(self, *rows: Tensor) -> list[list[float]]:
-        """Return the numbers of tensors (n,)."""
-        return [row.tolist() for row in rows]
+    def read_numbers(self, *rows: Tensor) -> list[float]:
+        """Return the numbers of tensors (n,), row by row."""
+        return [number for row in rows for number in row.tolist()]
 
     def is_probability(self, scores: Tensor) -> bool:
         """Return whether the last operation of scores with values of 0 to 1 is a sigmoid or softmax."""
