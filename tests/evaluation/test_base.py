@@ -185,7 +185,7 @@ def test_every_metric_has_a_public_name() -> None:
 
 
 def test_wrong_names_are_answered(model: nn.Module, x: Tensor) -> None:
-    with pytest.raises(TypeError, match=r'measure has no argument "random_control"; did you mean "random_controls"'):
+    with pytest.raises(TypeError, match=r'a metric has no argument "random_control"; did you mean "random_controls"'):
         measure("gini", VanillaGradient(model).attribute(x, 0), random_control=3)
     with pytest.raises(AttributeError, match='did you mean "Deletion"'):
         metrics.Delection  # type: ignore[attr-defined]  # noqa: B018
