@@ -849,6 +849,7 @@ OF_INPUTS: dict[str, dict[str, Any]] = {
     "occlusion": SLOW["occlusion"],
     "kernel_shap": {"segments": "inputs"},
 }
+OF_OBJECT_SIZE = {"window": 20, "stride": 10}  # of the occlusion: the width of the widest objects
 
 
 def rgbd_values(method: str, task: RgbdTask, count: int = IMAGES) -> dict[str, Tensor]:
@@ -870,16 +871,16 @@ def rgbd_values(method: str, task: RgbdTask, count: int = IMAGES) -> dict[str, T
     return values
 
 
-def policy_values(method: str, count: int = IMAGES) -> dict[str, Tensor]:
+def policy_values(method: str, count: int = IMAGES, *, seed: int = HELD_OUT, **options: Any) -> dict[str, Tensor]:
     """Return the results of a method for the policy and the larger coordinate of its last point: (N,) each.
 
     "camera" is the absolute share of the camera that sees the object, minus the absolute share of the other camera.
     "object" is the absolute sum of the values on the object, minus the largest absolute sum on another object, for
     methods that divide an input.
     """
-    drawn = draw_cameras(count, seed=HELD_OUT)
+    drawn = draw_cameras(count, seed=seed)
     axes = drawn.answers[:, -1].abs().argmax(1).tolist()
-    explainer = METHODS[method](saliency.load("shapes_policy"), **OF_INPUTS.get(method, {}))
+    explainer = METHODS[method](saliency.load("shapes_policy"), **(OF_INPUTS.get(method, {}) | options))
     result = explainer.attribute(drawn.inputs, [saliency.value(3, axis) for axis in axes])
     sizes = torch.stack([result.sums[name].abs() for name in CAMERAS], 1)  # (N, 2)
     sees = torch.stack([drawn.importance[name].any(1) for name in CAMERAS], 1)
@@ -898,7 +899,7 @@ def count_above_zero(values: Tensor | None) -> str:
 
 
 def print_inputs_tables() -> None:
-    """Print how often `shapes_rgbd` and `shapes_policy` have the right map, of 50 scenes."""
+    """Print how often `shapes_rgbd` and `shapes_policy` have the right map, of 50 scenes, and of 200 others."""
     maps: list[tuple[RgbdTask, str]] = [("colour", "rgb"), ("depth", "depth"), ("both", "rgb"), ("both", "depth")]
     heads = ["colour: share", "depth: share", "both: maps", *(f"{task}: map of {name}" for task, name in maps)]
     print(f"| method | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
@@ -909,10 +910,14 @@ def print_inputs_tables() -> None:
         both = None if margins[2] is None or margins[3] is None else torch.minimum(margins[2], margins[3])
         cells += [count_above_zero(both), *("-" if own is None else cell(own.tolist()) for own in margins)]
         print(f"| {label(method)} | {' | '.join(cells)} |", flush=True)
-    print("\n| method | camera | object |\n|---|---|---|")
-    for method in (*OF_INPUTS, "layer_cam", "attention_rollout"):
-        values = policy_values(method)
-        print(f"| {label(method)} | {' | '.join(count_above_zero(values.get(key)) for key in ('camera', 'object'))} |")
+    print("\n| method | camera, of 50 | object, of 50 | camera, of 200 others | object, of 200 others |")
+    print(f"|{'---|' * 5}")
+    rows: list[tuple[str, dict[str, int]]] = [(method, {}) for method in (*OF_INPUTS, "layer_cam", "attention_rollout")]
+    for method, options in [*rows, ("occlusion", OF_OBJECT_SIZE)]:
+        measured = policy_values(method, **options), policy_values(method, 200, seed=HELD_OUT + 1, **options)
+        cells = [count_above_zero(values.get(key)) for values in measured for key in ("camera", "object")]
+        name = ", ".join([label(method), *(f"{option} {value}" for option, value in options.items())])
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
     moves = ", ".join(f"{float(own.mean()):.1f}" for own in camera_effects())
     print(f"\nPixels by which the motion changes without a camera: {moves}")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import testbed
+from benchmarks.train_testbed import HELD_OUT
 from saliency.errors import MethodError
 from saliency.testbed import (
     CAMERAS,
@@ -166,3 +167,12 @@ def test_cameras_and_objects_are_right_as_often_as_the_documentation_says(method
     values = testbed.policy_values(method)
     for own, fewest in zip(values.values(), SEES[method], strict=False):
         assert right(own) >= fewest
+
+
+@pytest.mark.slow
+def test_windows_of_the_width_of_the_objects_find_rings_that_smaller_windows_miss() -> None:
+    small, large = (testbed.policy_values("occlusion", **options) for options in ({}, testbed.OF_OBJECT_SIZE))
+    named = draw_cameras(testbed.IMAGES, seed=HELD_OUT).inputs[INSTRUCTION][:, -len(CLASSES) :].argmax(1)
+    is_ring = named == CLASSES.index("ring")
+    assert right(large["object"][is_ring]) > right(small["object"][is_ring])
+    assert min(right(values) for values in large.values()) >= 46
