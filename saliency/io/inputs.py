@@ -92,7 +92,8 @@ def read_mask(image: ImageLike) -> np.ndarray[Any, Any]:
     opened = open_image(image)
     mask: np.ndarray[Any, Any] = np.array(opened)
     if mask.ndim == 3:
-        colours = [colour for _, colour in opened.getcolors(_MOST_LABELS) or () if any(colour)]
+        counted: Any = opened.getcolors(_MOST_LABELS) or ()  # none if there are more
+        colours = [colour for _, colour in counted if any(colour)]
         is_grey = all(min(colour) == max(colour) for colour in colours)
         if len(colours) > 1 and not (is_grey and max(colours)[0] >= _MOST_LABELS):
             expected = "expected black and one other: save labels == 3 of one object"
