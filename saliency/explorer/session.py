@@ -736,7 +736,8 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
         return [("your inputs", lambda draft: images)]
     if isinstance(images, str | os.PathLike):
         entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
-        if all(entry.is_volume for entry in entries):  # among images, a volume is offered, and answers with the reason
+        entries.sort(key=lambda entry: entry.is_volume)  # offered after the images: it answers with the reason
+        if all(entry.is_volume for entry in entries):
             raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
         return [(printable(entry.label), entry.open) for entry in entries]
     return [

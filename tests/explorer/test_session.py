@@ -205,11 +205,11 @@ def test_texts_are_asked_of_models_of_texts() -> None:
     assert answer["row"]["name"] == "a cat rather than a dog"
 
 
-def test_a_volume_among_images_is_offered_and_answers_with_the_reason(tmp_path: Path) -> None:
+def test_a_volume_among_images_is_offered_last_and_answers_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(photo())
-    (tmp_path / "scan.nii.gz").touch()
+    (tmp_path / "0.nii.gz").touch()
     session = Session(NetworkOptions(model=Tiny(), methods=("grad_cam",)), tmp_path)
-    assert [image["name"] for image in session.about()["images"]] == ["a.png", "scan.nii.gz"]
+    assert [image["name"] for image in session.about()["images"]] == ["a.png", "0.nii.gz"]
     for ask in (session.open, session.thumbnail):
         with pytest.raises(NotApplicableError, match="the explorer are for images, not for volumes"):
             ask(1)
