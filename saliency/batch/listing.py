@@ -116,7 +116,7 @@ class ImageEntry(NamedTuple):
         if self.problem:
             raise ImageError(self.problem)
         if self.is_volume:
-            raise NotApplicableError("metrics and trust cards are defined for images, not for volumes")
+            raise NotApplicableError("metrics, trust cards and the explorer are for images, not for volumes")
         if is_remote(self.path):
             return decode(io.BytesIO(read_bytes(self.path)), self.source)
         if self.offset is None:

@@ -147,6 +147,7 @@ _IN_PYTHON = {
     r"\bset model\.categories to the list of names": "pass --classes FILE",
     r"\bas categories=": "by --classes FILE",
     r"\bpass (layer|preprocess|others)=(\[...\])?": r"pass --\1",
+    r"\bpass it as forward_args=.*?, or images by name, .*": "pass each input by its name, as in rgb=FILE depth=FILE",
     r"\bmasks=\.\.\. of shape \(N, H, W\)": "--objects FOLDER",
     r"\bpass layout=, a": "set layout of the model in its file to a",
     r"\bpass read=, a function from .*": "wrap it in a model that returns boxes, scores and labels as torchvision does",

@@ -735,9 +735,9 @@ def _offered(images: Any) -> list[tuple[str, Callable[..., Any]]]:
             return [(printable(entry.label), lambda draft, entry=entry: entry.open_inputs()) for entry in entries]
         return [("your inputs", lambda draft: images)]
     if isinstance(images, str | os.PathLike):
-        listed = find_images(images, recursive=True).entries
-        entries = [entry for entry in listed if entry.exists() and not entry.is_volume]
-        if not entries:
+        entries = [entry for entry in find_images(images, recursive=True).entries if entry.exists()]
+        entries.sort(key=lambda entry: entry.is_volume)  # offered after the images: it answers with the reason
+        if all(entry.is_volume for entry in entries):
             raise ImageError(f"{os.fsdecode(images)} contains no image to offer; pass an existing folder of images")
         return [(printable(entry.label), entry.open) for entry in entries]
     return [

@@ -75,9 +75,11 @@ def read_dicom(file: IO[bytes], name: str, max_pixels: int) -> Image.Image:
     try:
         values = pixels.pixel_array(data)
     except Exception as error:
-        syntax = getattr(data.file_meta.get("TransferSyntaxUID"), "name", "of unknown encoding")
+        syntax = data.file_meta.get("TransferSyntaxUID")
+        encoding = getattr(syntax, "name", "of unknown encoding")
         hint = 'pip install "pylibjpeg[all]", or decompress it, as in: gdcmconv --raw IN OUT'
-        raise ImageError(f"{name!r}: its pixels cannot be decoded ({syntax}); {hint}") from error
+        hint = hint if getattr(syntax, "is_compressed", True) else "the file is damaged"
+        raise ImageError(f"{name!r}: its pixels cannot be decoded ({encoding}); {hint}") from error
     kind = data.get("PhotometricInterpretation", "MONOCHROME2")
     if values.ndim == 3 and values.dtype == np.uint8:
         return Image.fromarray(values)

@@ -78,6 +78,7 @@ def preprocess_volume(volume: Tensor, prepare: Preprocess | TransformPreprocess 
         x = prepare.transform(volume.clone())
     if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
         came = f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        came += ", for a model of images" if isinstance(x, Preprocess) else ""
         expected = "a function from a tensor (C, D, H, W) to the model's float input (C, D, H, W)"
         raise ImageError(f"the preprocessing of a volume is {expected}; got {came}; see docs/volumes.md")
     return x.detach().as_subclass(Tensor)

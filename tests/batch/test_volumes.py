@@ -407,14 +407,16 @@ def write_xray(path: Path, **changes: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = pydicom.Dataset()
     file.file_meta = pydicom.dataset.FileMetaDataset()
-    file.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
     file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = pydicom.uid.CTImageStorage, "1.2", "1.2"
     file.Columns, file.Rows, file.SamplesPerPixel, file.PhotometricInterpretation = 32, 24, 1, "MONOCHROME2"
     file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = 16, 12, 11, 0
     file.RescaleSlope, file.RescaleIntercept, file.WindowCenter, file.WindowWidth = 2, -100, [150.5, 9], [201, 9]
+    file.file_meta.TransferSyntaxUID = changes.pop("syntax", pydicom.uid.ExplicitVRLittleEndian)
     for name, value in changes.items():
         setattr(file, name, value)
-    file.PixelData = np.tile(np.arange(0, 320, 10, dtype=np.uint16), (24, 1)).tobytes()
+    stored = np.tile(np.arange(0, 320, 10, dtype=np.uint16), (24, 1)).tobytes()
+    is_compressed = file.file_meta.TransferSyntaxUID.is_compressed
+    file.PixelData = pydicom.encaps.encapsulate([stored]) if is_compressed else stored
     file.save_as(path, enforce_file_format=True)
     return path
 
@@ -454,12 +456,19 @@ def test_xrays_of_a_folder_are_images_and_a_slice_is_one_for_a_model_of_images(t
     [
         ({"NumberOfFrames": 3}, r"has 3 frames, a volume, .*: pydicom.pixels.pixel_array\(file\)\[0\]"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "of the kind PALETTE COLOR; convert it to PNG"),
-        ({"Rows": 9999}, "cannot be decoded .* decompress it"),
+        ({"Rows": 9999}, "cannot be decoded .*; the file is damaged"),
+        ({"syntax": pydicom.uid.JPEG2000Lossless}, "cannot be decoded .* decompress it"),
     ],
 )
 def test_a_dicom_file_that_is_no_single_image_names_its_cure(tmp_path: Path, changes: Any, message: str) -> None:
     with pytest.raises(ImageError, match=message):
         read(write_xray(tmp_path / "x.dcm", **changes), saliency.Preprocess())
+
+
+def test_a_volume_for_a_model_of_images_says_so(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.ones(SIZE, np.float32), STRAIGHT), tmp_path / "scan.nii")
+    with pytest.raises(ImageError, match="got Preprocess, for a model of images"):
+        read(tmp_path / "scan.nii", saliency.Preprocess())
 
 
 def test_a_volume_with_nan_names_the_cure(tmp_path: Path) -> None:

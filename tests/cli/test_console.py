@@ -126,6 +126,10 @@ def test_visible_names_keep_letters_and_escape_commands() -> None:
 def test_a_message_names_options_as_the_command_line_takes_them() -> None:
     assert one_line('pass smooth="positive"') == "use --set smooth=positive"
     assert one_line("three other classes: pass others=[...]") == "three other classes: pass --others"
+    several = (
+        'missing "depth"; pass it as forward_args={"depth": value}, or images by name, {"x": image, "depth": other}'
+    )
+    assert one_line(several) == 'missing "depth"; pass each input by its name, as in rgb=FILE depth=FILE'
     assert one_line('negative; sign="signed" shows\nthem') == "negative; --set sign=signed shows them"
 
 

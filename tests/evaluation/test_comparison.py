@@ -360,6 +360,22 @@ def test_a_mask_of_16_bits_is_of_one_object(tmp_path: Path) -> None:
         read_mask(tmp_path / "mask.png")
 
 
+@pytest.mark.parametrize("mode", ["L", "P"])
+def test_a_mask_of_8_bits_with_several_labels_is_refused_but_soft_edges_are_not(tmp_path: Path, mode: str) -> None:
+    labels = np.zeros((8, 8), np.uint8)
+    labels[:2], labels[2:4] = 1, 15
+    image = Image.fromarray(labels)
+    if mode == "P":  # as in VOC
+        image.putpalette([0, 0, 0, *[128, 0, 0] * 14, *[192, 128, 128]])
+    image.save(tmp_path / "labels.png")
+    with pytest.raises(ImageError, match="the mask has 2 colours besides black, as labels have"):
+        read_mask(tmp_path / "labels.png")
+    soft = np.repeat(np.arange(0, 256, 51, dtype=np.uint8)[None], 6, 0)
+    assert read_mask(soft).tolist() == (soft > 0).tolist()
+    image.point(lambda value: value and 1).save(tmp_path / "one.png")  # one object
+    assert read_mask(tmp_path / "one.png").tolist() == (labels > 0).tolist()
+
+
 def test_curves_are_means_over_the_images_that_count() -> None:
     model = Linear()
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -449,6 +449,7 @@ def given(known: dict[str, Any]) -> Callable[..., None]:
     [
         (["shapes_cnn", "none"], "none contains no image to offer"),
         (["shapes_cnn", "empty"], "empty contains no image to offer"),
+        (["shapes_cnn", "volumes"], "volumes contains no image to offer"),
         (["shapes_cnn", "--port", "99999"], "port=99999"),
     ],
 )
@@ -457,6 +458,8 @@ def test_a_wrong_folder_or_port_is_refused_at_the_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "volumes").mkdir()
+    (tmp_path / "volumes" / "scan.nii").touch()
     assert main(["serve", *words, "--no-browser"]) == 2
     assert message in capsys.readouterr().err
 

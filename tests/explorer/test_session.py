@@ -22,7 +22,7 @@ import saliency
 from saliency import METHODS
 from saliency.attribution.passes import TimedAttribution
 from saliency.batch.options import NetworkOptions
-from saliency.errors import ImageError, MethodError, ModelError, TargetError
+from saliency.errors import ImageError, MethodError, ModelError, NotApplicableError, TargetError
 from saliency.explorer import session as module
 from saliency.explorer.session import Session, StoppedQuestion, UnknownImageError, read_target
 from saliency.render.figure import pictured
@@ -203,6 +203,16 @@ def test_texts_are_asked_of_models_of_texts() -> None:
     target = {"text": "a cat", "against": ["a dog"]}
     (answer,) = answers(session, image=opened["image"], methods=["vanilla_gradient"], target=target)
     assert answer["row"]["name"] == "a cat rather than a dog"
+
+
+def test_a_volume_among_images_is_offered_last_and_answers_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(photo())
+    (tmp_path / "0.nii.gz").touch()
+    session = Session(NetworkOptions(model=Tiny(), methods=("grad_cam",)), tmp_path)
+    assert [image["name"] for image in session.about()["images"]] == ["a.png", "0.nii.gz"]
+    for ask in (session.open, session.thumbnail):
+        with pytest.raises(NotApplicableError, match="the explorer are for images, not for volumes"):
+            ask(1)
 
 
 def test_few_images_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
