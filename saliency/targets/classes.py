@@ -398,8 +398,6 @@ def as_target(target: TargetLike, images: int = 1) -> Target:
     is_public = isinstance(target, FunctionType) and str(target.__module__).startswith(f"{__package__}.")
     if is_public or isinstance(target, type):
         raise TargetError(f"the target is {name} itself; call it: {name}(...)")
-    if isinstance(target, nn.Module):
-        raise TargetError(f"the target is a network, {type(target).__name__}; pass a function of the output")
     if callable(target) and not isinstance(target, Tensor):
         return FunctionTarget(target)
     if isinstance(target, list | tuple) and any(isinstance(part, Target) or callable(part) for part in target):

@@ -444,7 +444,6 @@ def test_the_output_reaches_the_function_as_the_model_gave_it(x: Tensor) -> None
         (lambda o: None, "the target returned NoneType"),
         (lambda o: o[:, 0].detach(), "has no gradient: the target or the model detaches it"),
         (lambda o: torch.ones(2, requires_grad=True), "does not depend on the input"),
-        (torch.nn.Linear(3, 1), "the target is a network, Linear; pass a function"),
         (probability, r"the target is probability itself; call it: probability\(\.\.\.\)"),
     ],
 )
