@@ -241,10 +241,11 @@ def test_an_error_of_the_model_is_not_blamed_on_arrays_or_sets_in_place_of_lists
             raise KeyError("mine")
 
     method = saliency.GradCAM(Broken())
-    for call in (
+    calls: tuple[Callable[[], object], ...] = (
         lambda: API.Together(method).attribute(TWO, np.array([0, 1])),
         lambda: API.compare([method], TWO, 0, {"gini"}, boxes=np.ones((2, 4))),
-    ):
+    )
+    for call in calls:
         with pytest.raises(KeyError, match="mine"):
             call()
 
