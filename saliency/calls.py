@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
 from inspect import BoundArguments, Parameter
@@ -19,7 +19,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _RAW = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _STARS: dict[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
-_NUMBERS: dict[Any, type] = {int: Integral, float: Real}
+# Functions also take numbers of NumPy, and arrays or sets for sequences.
+_TAKEN: dict[Any, type] = {int: Integral, float: Real, Sequence: Iterable}
 
 
 def answer_calls(value: _R, title: str = "") -> _R:
@@ -95,10 +96,10 @@ def _fits(value: object, hint: Any) -> bool:
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
-    if kind in _NUMBERS:
-        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
     with suppress(TypeError):  # a protocol, a variable or literals
-        return isinstance(value, kind or NoneType)
+        return isinstance(value, _TAKEN.get(kind, kind) or NoneType)
     return True
 
 

@@ -235,6 +235,21 @@ def test_an_error_of_the_user_is_raised_unchanged_if_the_arguments_have_their_ty
         API.Together(API.GradCAM(MODEL)).attribute(X, fail)
 
 
+def test_an_error_of_the_model_is_not_blamed_on_arrays_or_sets_in_place_of_lists() -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    method = saliency.GradCAM(Broken())
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: API.Together(method).attribute(TWO, np.array([0, 1])),
+        lambda: API.compare([method], TWO, 0, {"gini"}, boxes=np.ones((2, 4))),
+    )
+    for call in calls:
+        with pytest.raises(KeyError, match="mine"):
+            call()
+
+
 def test_the_image_of_attribute_is_shown_as_required() -> None:
     signature = str(inspect.signature(saliency.GradCAM.attribute)).replace("saliency.", "")
     assert "(self: 'Any', inputs: 'Any', target" in signature
