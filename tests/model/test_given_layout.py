@@ -108,7 +108,9 @@ def test_what_is_no_layout_is_refused() -> None:
     model = detector()
     with pytest.raises(MethodError, match=r"layout='NTC': expected a function"):
         AttentionRollout(model, layout="NTC")  # type: ignore[arg-type]
-    with pytest.raises(LayerError, match=r"layout: expected maps \(2, K, h, w\) of \(2, 125, 1\), got Tensor of shape \(2, 24, 1\)"):
+    with pytest.raises(
+        LayerError, match=r"layout: expected maps \(2, K, h, w\) of \(2, 125, 1\), got Tensor of shape \(2, 24, 1\)"
+    ):
         AttentionRollout(model, layout=lambda tokens: tokens[:, 1:25]).attribute(X, second_object)
     with pytest.raises(MethodError, match="must have the same model, preprocessing, class names and layout"):
         Together(AttentionRollout(model), AttentionRollout(model, layout=patches)).attribute(X, second_object)
