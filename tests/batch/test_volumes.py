@@ -328,13 +328,13 @@ def test_images_and_volumes_in_one_folder(tmp_path: Path) -> None:
     of_image, of_volume = rows(tmp_path / "out")
     assert of_image["error"] is None
     assert "is a function from a tensor (C, D, H, W)" in of_volume["error"]
-    assert of_volume["error"].endswith("got Preprocess; see docs/volumes.md")
+    assert of_volume["error"].endswith("got Preprocess, for a model of images; see docs/volumes.md")
 
 
 def test_a_volume_has_no_trust_card(tmp_path: Path) -> None:
     write_nifti(tmp_path / "scan.nii")
     assert len(explained(tmp_path / "scan.nii", tmp_path / "out", trust=True)) == 1
-    assert "no trust card: metrics and trust cards" in rows(tmp_path / "out")[0]["error"]
+    assert "no trust card: metrics, trust cards" in rows(tmp_path / "out")[0]["error"]
 
 
 @pytest.mark.parametrize("kind", ["enhanced", "offsets", "thickness"])
