@@ -51,7 +51,7 @@ class ClassScore:
 
     def _of_class(self, scores: Tensor) -> Tensor:
         if len({*self.classes}) == 1 and (self.classes[0] or not self.is_binary):
-            return scores[:, 0 if self.is_binary else self.classes[0]]
+            return scores.select(1, 0 if self.is_binary else self.classes[0])  # one operation, also in PyTorch 2.6
         index = torch.tensor(self.classes, device=scores.device).expand(len(scores))
         return scores[:, 0] * (2 * index - 1) if self.is_binary else scores.gather(1, index[:, None]).squeeze(1)
 
