@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,11 +70,12 @@ def test_holders_may_leave_in_any_order() -> None:
     model = mixed(tiny_model())
     before = flags(model)
     first, second = prepared_for_attribution(model), prepared_for_attribution(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    of_first, of_second = copy_context(), copy_context()  # each thread has a call of its own
+    of_first.run(first.__enter__)
+    of_second.run(second.__enter__)
+    of_first.run(first.__exit__, None, None, None)
     assert not any(flags(model))
-    second.__exit__(None, None, None)
+    of_second.run(second.__exit__, None, None, None)
     assert flags(model) == before
 
 
