@@ -174,7 +174,7 @@ def name_subjects(*names: str) -> None:
 def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
     """Check numbers later, so that no operation waits for them.
 
-    They are read from the device with the next numbers that the call reads, such as those of the result.
+    The next transfer from the device, such as that of the result, also reads these numbers.
 
     Args:
         check: The function that checks the numbers; it may warn or raise.

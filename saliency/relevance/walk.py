@@ -367,8 +367,11 @@ class Walk:
         """
         if factors is not None and (len(values) != self.images or self._image.get(node) is not None):
             values, factors = _products(values, factors), None
-        readings = map(partial(self.per_image, values, node), self._readings) if factors is None else [values] * 2
-        self._absorbed.append((name, node, list(readings), factors))
+        if factors is None:
+            readings = list(map(partial(self.per_image, values, node), self._readings))
+        else:  # the rows are images in each reading
+            readings = [values] * len(self._readings)
+        self._absorbed.append((name, node, readings, factors))
 
     def absorbed(self, nodes: Iterable[Node]) -> dict[str, Tensor]:
         """Return the relevance (N,) that some nodes absorb, by name."""

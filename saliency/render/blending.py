@@ -14,7 +14,7 @@ from PIL import Image, ImageColor, ImageDraw
 
 from ..attribution.explanation import Explanation
 from ..attribution.heatmap import require_explanation
-from ..errors import RenderError, errors_as
+from ..errors import RenderError
 from ..io.atomic_write import require_folder
 from ..io.geometry import Frame, Geometry, resize_box, scaled_size
 from ..io.inputs import ImageLike, open_image
@@ -221,8 +221,10 @@ def cut_out(frame: Frame, scaled: ScaledMap, keep: float | None, background: str
     if keep is not None:
         hidden = weight.size - max(1, round(weight.size * keep))
         weight = ((weight >= np.partition(weight, hidden, axis=None)[hidden]) & (weight > 0)).astype(np.float32)
-    with errors_as(RenderError, f'background={described(background)} is not a colour, as a name or "#rrggbb"'):
-        color = ImageColor.getcolor(described(background).strip("'"), "RGB")
+    try:
+        color = ImageColor.getcolor(str(background), "RGB")
+    except ValueError as error:
+        raise RenderError(f'background={described(background)} is not a colour, as a name or "#rrggbb"') from error
     drawing = as_drawing(Image.new("RGB", frame.image.size, color))
     blend(drawing, frame.image.crop(corners(area)), area, weight)
     return drawing
