@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
+from typing import Any, Literal, Protocol, Self, TypeVar, overload
 
 from .errors import LayerError, did_you_mean, optional_import, plural, visible
 
@@ -25,20 +25,28 @@ Row = TypeVar("Row", bound=Named)
 
 
 @dataclass(frozen=True)
-class Column(Generic[Row]):
-    """One column of a table.
+class Column:
+    """One column of a table. Tables are pickled with their columns, so functions must not be lambdas.
 
     Attributes:
         title: The heading.
-        text: Function from a row to the text of its cell. Leading spaces are preserved as indentation.
+        value: The name of an attribute of the rows, or a function from a row to a value.
+        form: Function from a value to the text of its cell; None and False give an empty text. Leading spaces are
+            preserved as indentation.
         align: "left" or "right".
         hint: Explanation of the heading, shown as a tooltip in HTML.
     """
 
     title: str
-    text: Callable[[Row], str]
+    value: str | Callable[[Any], object]
+    form: Callable[[Any], str] = str
     align: Literal["left", "right"] = "right"
     hint: str = ""
+
+    def text(self, row: object) -> str:
+        """Return the text of the cell in a row."""
+        value = getattr(row, self.value) if isinstance(self.value, str) else self.value(row)
+        return "" if value is None or value is False else self.form(value)
 
 
 class Table(Sequence[Row]):
@@ -54,7 +62,7 @@ class Table(Sequence[Row]):
     absent: Mapping[str, str] = {}  # by name, why a row is missing
 
     def __init__(
-        self, rows: Iterable[Row], columns: Sequence[Column[Row]], title: str = "", notes: Iterable[str] = ()
+        self, rows: Iterable[Row], columns: Sequence[Column], title: str = "", notes: Iterable[str] = ()
     ) -> None:
         self.rows: tuple[Row, ...] = tuple(rows)
         self.columns = tuple(c for c in columns if not self.rows or any(map(c.text, self.rows)))
@@ -190,12 +198,12 @@ def escaped(text: str) -> str:
     return html.escape(visible(text))
 
 
-def _heading(column: Column[Any]) -> str:
+def _heading(column: Column) -> str:
     hint = f' title="{escaped(column.hint)}"' if column.hint else ""
     return f'<th scope="col" class="{column.align}"{hint}>{escaped(column.title)}</th>'
 
 
-def _cell(column: Column[Row], row: Row) -> str:
+def _cell(column: Column, row: object) -> str:
     return f'<td class="{column.align}">{escaped(column.text(row))}</td>'
 
 

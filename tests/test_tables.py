@@ -21,9 +21,9 @@ class Row:
 
 
 COLUMNS = [
-    Column[Row]("layer", lambda row: row.name, "left"),
-    Column[Row]("size", lambda row: si(row.size), hint="how <large>"),
-    Column[Row]("part", lambda row: share(row.part)),
+    Column("layer", "name", align="left"),
+    Column("size", "size", si, hint="how <large>"),
+    Column("part", "part", share),
 ]
 ROWS = [Row("conv1", 64, 0.25), Row("layer1.0.conv1", 1_234_567, 0.0), Row("conv1", 7), Row("fc", 1000, math.nan)]
 

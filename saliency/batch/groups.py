@@ -86,18 +86,23 @@ class Group:
     examples: tuple[str, ...]
     mean_map: tuple[tuple[float, ...], ...]
 
+    @property
+    def is_significant(self) -> bool:
+        """Whether the corrected p-value is at most `LEVEL`."""
+        return self.p <= LEVEL
 
-_COLUMNS: tuple[Column[Group], ...] = (
-    Column("class", lambda row: row.name, "left"),
-    Column("method", lambda row: row.method, "left"),
-    Column("images", lambda row: str(row.images)),
-    Column("of the class", lambda row: share(row.fraction)),
-    Column("probability", lambda row: share(row.probability), hint="mean probability of the class"),
-    Column("accuracy", lambda row: share(row.accuracy), hint="images whose top class it is, if a target was given"),
-    Column("outside", lambda row: share(row.outside), hint="of the map, where the maps of the others are not"),
-    Column("stability", lambda row: number(row.stability), hint="1 if half of the images give the same group"),
-    Column("p", lambda row: number(row.p), hint="of groups as clear by chance, corrected for all classes"),
-    Column("", lambda row: "significant" if row.p <= LEVEL else "", "left"),
+
+_COLUMNS = (
+    Column("class", "name", align="left"),
+    Column("method", "method", align="left"),
+    Column("images", "images"),
+    Column("of the class", "fraction", share),
+    Column("probability", "probability", share, hint="mean probability of the class"),
+    Column("accuracy", "accuracy", share, hint="images whose top class it is, if a target was given"),
+    Column("outside", "outside", share, hint="of the map, where the maps of the others are not"),
+    Column("stability", "stability", number, hint="1 if half of the images give the same group"),
+    Column("p", "p", number, hint="of groups as clear by chance, corrected for all classes"),
+    Column("", "is_significant", "significant".format, "left"),
 )
 
 

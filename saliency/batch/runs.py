@@ -108,16 +108,20 @@ class ClassChange:
         return self.p is not None and self.p <= LEVEL and self.moved - (self.chance or 0) >= LEAST
 
 
-_COLUMNS: tuple[Column[ClassChange], ...] = (
-    Column("class", lambda row: row.name, "left"),
-    Column("method", lambda row: row.method, "left"),
-    Column("images", lambda row: str(row.images)),
-    Column("rank correlation", lambda row: number(row.rank), hint="mean over the images"),
-    Column("moved", lambda row: share(row.moved), hint="mean fraction of the map that moved"),
-    Column("by chance", lambda row: share(row.chance), hint="the same, between runs that differ only by chance"),
-    Column("changed", lambda row: "" if row.p is None else str(row.changed), hint="images beyond 95 % of chance"),
-    Column("p", lambda row: number(row.p), hint="corrected for all classes"),
-    Column("", lambda row: "changed" if row.is_changed else "", "left"),
+def _changed(row: ClassChange) -> int | None:
+    return None if row.p is None else row.changed
+
+
+_COLUMNS = (
+    Column("class", "name", align="left"),
+    Column("method", "method", align="left"),
+    Column("images", "images"),
+    Column("rank correlation", "rank", number, hint="mean over the images"),
+    Column("moved", "moved", share, hint="mean fraction of the map that moved"),
+    Column("by chance", "chance", share, hint="the same, between runs that differ only by chance"),
+    Column("changed", _changed, hint="images beyond 95 % of chance"),
+    Column("p", "p", number, hint="corrected for all classes"),
+    Column("", "is_changed", "changed".format, "left"),
 )
 
 

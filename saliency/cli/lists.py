@@ -180,8 +180,8 @@ def _rows(table: LayerTable, chosen: str | None, arguments: argparse.Namespace) 
 def _with_grids(table: LayerTable, rows: Sequence[LayerRow], scan: LayerScan) -> Table[LayerRow]:
     """Return the table of layers with a mark at the default layer of CAMs, and with the grids of feature maps."""
     grids = {layer.name: "x".join(map(str, layer.layout.grid)) for layer in scan.spatial}
-    arrow: Column[LayerRow] = Column("", lambda row: "->" if row.name == scan.default else "", "left")
-    grid: Column[LayerRow] = Column("grid", lambda row: grids.get(row.name, ""))
+    arrow = Column("", "name", lambda name: "->" if name == scan.default else "", "left")
+    grid = Column("grid", lambda row: grids.get(row.name))
     output = [column.title for column in table.columns].index("output") + 1
     columns = [arrow, *table.columns[:output], grid, *table.columns[output:]]
     return Table(rows, columns, table.title, table.notes)

@@ -144,33 +144,33 @@ def _range(row: ComparisonRow) -> str:
     return "" if row.rank is None else f"{row.rank_low} to {row.rank_high}"
 
 
-def _beaten(row: ComparisonRow, most: int = 4) -> str:
-    more = f" and {len(row.better_than) - most} more" if len(row.better_than) > most else ""
-    return ", ".join(row.better_than[:most]) + more
+def _beaten(better_than: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(better_than) - most} more" if len(better_than) > most else ""
+    return ", ".join(better_than[:most]) + more
 
 
-_ROW: tuple[Column[ComparisonRow], ...] = (
-    Column("metric", lambda row: row.metric, "left"),
-    Column("better", lambda row: row.better, "left"),
-    Column("method", lambda row: row.name, "left"),
-    Column("mean", lambda row: number(row.mean), hint="over the images"),
-    Column("error", lambda row: number(row.error), hint="standard error over the images"),
-    Column("p", lambda row: number(row.p), hint="of an exact test, of all images together"),
-    Column("random", lambda row: number(row.random), hint="mean of the method's own random controls"),
-    Column("rank", lambda row: str(row.rank or "")),
+_ROW = (
+    Column("metric", "metric", align="left"),
+    Column("better", "better", align="left"),
+    Column("method", "name", align="left"),
+    Column("mean", "mean", number, hint="over the images"),
+    Column("error", "error", number, hint="standard error over the images"),
+    Column("p", "p", number, hint="of an exact test, of all images together"),
+    Column("random", "random", number, hint="mean of the method's own random controls"),
+    Column("rank", "rank"),
     Column("95 %", _range, hint="range of the rank if the images are drawn again"),
-    Column("better than", _beaten, "left", hint="significantly"),
-    Column("images", lambda row: str(row.images)),
-    Column("seconds", lambda row: number(row.seconds), hint="of the method, for one image (median)"),
+    Column("better than", "better_than", _beaten, "left", hint="significantly"),
+    Column("images", "images"),
+    Column("seconds", "seconds", number, hint="of the method, for one image (median)"),
 )
-_DIFFERENCE: tuple[Column[DifferenceRow], ...] = (
-    Column("metric", lambda row: row.metric, "left"),
-    Column("method", lambda row: row.name, "left"),
-    Column("minus", lambda row: row.other, "left"),
-    Column("difference", lambda row: number(row.mean), hint="mean over the images"),
-    Column("error", lambda row: number(row.error), hint="standard error over the images"),
-    Column("p", lambda row: number(row.p), hint="corrected for all differences"),
-    Column("", lambda row: "significant" if row.is_significant else "", "left"),
+_DIFFERENCE = (
+    Column("metric", "metric", align="left"),
+    Column("method", "name", align="left"),
+    Column("minus", "other", align="left"),
+    Column("difference", "mean", number, hint="mean over the images"),
+    Column("error", "error", number, hint="standard error over the images"),
+    Column("p", "p", number, hint="corrected for all differences"),
+    Column("", "is_significant", "significant".format, "left"),
 )
 
 

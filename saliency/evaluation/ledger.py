@@ -33,16 +33,12 @@ class LedgerRow:
     method: str
 
 
-_ENTRY: tuple[Column[LedgerRow], ...] = (
-    Column("entry", lambda row: row.name, "left"),
-    Column("share", lambda row: number(row.share), hint="in score units"),
-    Column("percent", lambda row: f"{row.percent:z.1f} %", hint="of the score"),
+_ENTRY = (
+    Column("entry", "name", align="left"),
+    Column("share", "share", number, hint="in score units"),
+    Column("percent", "percent", "{:z.1f} %".format, hint="of the score"),
 )
-_IMAGE: tuple[Column[LedgerRow], ...] = (
-    Column("image", lambda row: str(row.image)),
-    Column("target", lambda row: row.target, "left"),
-    Column("method", lambda row: row.method, "left"),
-)
+_IMAGE = (Column("image", "image"), Column("target", "target", align="left"), Column("method", "method", align="left"))
 
 
 def ledger_table(explanations: Explanation | Iterable[Explanation]) -> Table[LedgerRow]:

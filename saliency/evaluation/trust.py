@@ -138,18 +138,24 @@ class Property:
         return self.verdict == WORSE
 
 
+def _measured(value: float, before: str = "") -> str:
+    return "" if math.isnan(value) else before + number(value)
+
+
 def _value(row: Property) -> str:
-    if math.isnan(row.value):
-        return ""
-    return number(row.value) if math.isnan(row.error) else f"{number(row.value)} ± {number(row.error)}"
+    return _measured(row.value) + _measured(row.error, " ± ")
 
 
-_COLUMNS: tuple[Column[Property], ...] = (
-    Column("the map ...", lambda row: row.title, "left"),
-    Column("p", lambda row: "" if row.p is None or math.isnan(row.p) else number(row.p), hint="of a test"),
+def _listed(controls: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in controls.items())
+
+
+_COLUMNS = (
+    Column("the map ...", "title", align="left"),
+    Column("p", "p", _measured, hint="of a test"),
     Column("value", _value, hint="with its standard error"),
-    Column("verdict", lambda row: row.verdict, "left"),
-    Column("compared to", lambda row: ", ".join(f"{key} {number(row.controls[key])}" for key in row.controls), "left"),
+    Column("verdict", "verdict", align="left"),
+    Column("compared to", "controls", _listed, "left"),
 )
 
 

@@ -52,6 +52,8 @@ _Layouts = tuple[Layout | None, Layout | None]
 class LayerAttention:
     """The attention of one call, computed from queries and keys when it is read.
 
+    It holds the model and the graph of the call, so it cannot be pickled; its tensors can.
+
     Attributes:
         layer: The name of the module that ran the call.
         batch: The images as the model's input.

@@ -66,20 +66,22 @@ class LayerTable(Table[LayerRow]):
     seconds: float | None = None
 
 
-def _columns(rows: list[LayerRow]) -> list[Column[LayerRow]]:
-    """Return the columns. Names are indented relative to the outermost row."""
-    outermost = min((row.depth for row in rows), default=0)
-    of_products = "of convolutions, matrix products and attention, for the whole batch"
-    of_time = "fraction of the time of one forward pass, including submodules"
-    return [
-        Column("layer", lambda row: "  " * (row.depth - outermost) + (row.name or row.kind), "left"),
-        Column("kind", lambda row: row.kind, "left"),
-        Column("output", lambda row: shape_text(row.output), "left", "shape of the output of its last call"),
-        Column("parameters", lambda row: si(row.parameters), hint="including submodules"),
-        Column("multiply-adds", lambda row: si(row.multiply_adds), hint=of_products),
-        Column("time", lambda row: share(row.time_share), hint=of_time),
-        Column("calls", lambda row: "" if row.calls == 1 else str(row.calls), hint="number of calls"),
-    ]
+def _indented(outermost: int, row: LayerRow) -> str:
+    return "  " * (row.depth - outermost) + (row.name or row.kind)
+
+
+def _several(calls: int) -> str:
+    return "" if calls == 1 else str(calls)
+
+
+_COLUMNS = (
+    Column("kind", "kind", align="left"),
+    Column("output", "output", shape_text, "left", "shape of the output of its last call"),
+    Column("parameters", "parameters", si, hint="including submodules"),
+    Column("multiply-adds", "multiply_adds", si, hint="of convolutions, matrix products and attention, for the batch"),
+    Column("time", "time_share", share, hint="fraction of the time of one forward pass, including submodules"),
+    Column("calls", "calls", _several, hint="number of calls"),
+)
 
 
 def layer_table(
@@ -137,7 +139,8 @@ def layer_table(
     total = _row(model, "", 0, profiles[model], seconds, model)
     notes = [_totals(total, call.size, seconds.get(model))]
     title = f"{total.kind} on {', '.join(shape_text(tuple(tensor.shape)) for tensor in tree_tensors(call[:2]))}"
-    table = LayerTable(rows, _columns(rows), title, notes)
+    indented = partial(_indented, min((row.depth for row in rows), default=0))  # relative to the outermost row
+    table = LayerTable(rows, [Column("layer", indented, align="left"), *_COLUMNS], title, notes)
     table.model, table.seconds = total, seconds.get(model)
     return table
 

@@ -252,7 +252,9 @@ class _ActivationCollector(_Collector):
         dead_channels = sum(len(row.dead) for row in rows if isinstance(self.modules[row.name], _RECTIFIERS))
         notes = [*self.notes(), f"{plural(dead_channels, 'dead channel')} in ReLUs"]
         title = f"Activations of {type(self.model).__name__}"
-        table = ActivationStatistics(rows, _activation_columns(), title, notes)
+        hint = "channels that were never above zero, in layers whose smallest output is zero"
+        columns = [*_layer_columns("mean", "std", "min", "max"), Column("dead", _dead, hint=hint)]
+        table = ActivationStatistics(rows, columns, title, notes)
         table.first_nonfinite, table.dead_channels = self.first_nonfinite, dead_channels
         table.images, table.batches = self.images, self.batches
         return table
@@ -267,12 +269,8 @@ def _add(output: _RunningStats, stats: _RunningStats) -> None:
     stats.moments += output.moments
 
 
-def _activation_columns() -> list[Column[LayerActivations]]:
-    hint = "channels that were never above zero, in layers whose smallest output is zero"
-    dead: Column[LayerActivations] = Column(
-        "dead", lambda row: str(len(row.dead)) if row.dead and row.min == 0 else "", hint=hint
-    )
-    return [*_layer_columns("mean", "std", "min", "max"), dead]
+def _dead(row: LayerActivations) -> int | None:
+    return len(row.dead) or None if row.min == 0 else None
 
 
 def gradient_statistics(
@@ -448,20 +446,25 @@ def _statistics(summary: Moments) -> dict[str, Any]:
     return {**values, "count": summary.count, "nan": summary.nan, "inf": summary.inf}
 
 
-def _layer_columns(*names: str, noun: str = "layer") -> list[Column[Any]]:
+def _layer_columns(*names: str, noun: str = "layer") -> list[Column]:
     return [
-        Column(noun, lambda row: call_label(row, row.name or "(the model)"), "left"),
-        Column("kind", lambda row: row.kind, "left"),
+        Column(noun, call_label, align="left"),
+        Column("kind", "kind", align="left"),
         *(Column(name, partial(_text, name)) for name in names),
-        Column("zeros", lambda row: share(row.zero_share), hint="exactly 0"),
-        Column("NaN, Inf", lambda row: str(row.nan + row.inf or "")),
+        Column("zeros", "zero_share", share, hint="exactly 0"),
+        Column("NaN, Inf", _nonfinite),
     ]
 
 
-def call_label(row: _LayerStatistics[Any], name: str) -> str:
-    """Return the name with the number of the call, if the layer is called several times: "relu (2)"."""
+def call_label(row: _LayerStatistics[Any], name: str = "") -> str:
+    """Return the name, or a shorter one, with the number of the call if the layer has several: "relu (2)"."""
+    name = name or row.name or "(the model)"
     return f"{name} ({row.call + 1})" if row.calls > 1 else name
 
 
 def _text(name: str, row: _LayerStatistics[Any]) -> str:
     return number(getattr(row, name)) or "-"
+
+
+def _nonfinite(row: _LayerStatistics[Any]) -> int | None:
+    return row.nan + row.inf or None
