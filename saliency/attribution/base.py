@@ -33,7 +33,7 @@ from ..calls import answered_on_class, known_keywords, refuse_keywords
 from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
 from ..io.axes import as_text
 from ..io.geometry import Frame
-from ..io.inputs import Batch, ImagesLike, Prepare, at_once, read
+from ..io.inputs import Batch, ImagesLike, Prepare, read
 from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
 from ..model.answer import Answer
 from ..model.call import (
@@ -42,7 +42,6 @@ from ..model.call import (
     bind_image,
     bound,
     check_later,
-    current_call,
     model_attribute,
     prepared_for_attribution,
     read_back,
@@ -278,16 +277,15 @@ class Attribution(HasOptions, ABC):
             several = self.read_inputs(inputs)
             attribute: Any = partial(self.attribute, target=target, forward_args=several.named(forward_args))
             return explain_inputs(several, explain, attribute, is_together=self.explains_together())
-        method = self.of_input(inputs.names[0]) if isinstance(inputs, InputBatch) and not inputs.is_rows else self
-        with bound(checks=[]):
-            try:
-                batch = method.read(inputs)
-            except ImageError as error:
-                if hint := _image_hint(inputs, target):
-                    raise ImageError(f"{error}; {hint}") from error
-                raise
-            with method.call(batch, [target], forward_args):
-                return method.explain_batch(batch, [target])[0]
+        method = inputs.method(self) if isinstance(inputs, InputBatch) else self
+        try:
+            prepared = method.call(inputs, [target], forward_args)
+        except ImageError as error:
+            if hint := _image_hint(inputs, target):
+                raise ImageError(f"{error}; {hint}") from error
+            raise
+        with prepared as batch:
+            return method.explain_batch(batch, [target])[0]
 
     @known_keywords
     @answered_on_class
@@ -314,10 +312,9 @@ class Attribution(HasOptions, ABC):
             raise MethodError(
                 f"expected a list of targets, got {described(targets)}; for a single target use attribute"
             )
-        with bound(checks=[]):
-            batch = self.read(inputs)
-            with self.call(batch, targets, forward_args):
-                return self.explain_batch(batch, targets)
+        method = inputs.method(self) if isinstance(inputs, InputBatch) else self
+        with method.call(inputs, targets, forward_args) as batch:
+            return method.explain_batch(batch, targets)
 
     @answered_on_class
     def compile(self, mode: str | None = None) -> Self:
@@ -338,13 +335,17 @@ class Attribution(HasOptions, ABC):
         return cast("Self", lazy.compiled(self, mode))
 
     def call(
-        self, batch: Batch, targets: Sequence[Any] = (), forward_args: ForwardArgs = ()
-    ) -> AbstractContextManager[None]:
-        """Return a context in which the model is ready to explain targets of a batch with its arguments.
+        self, inputs: ImagesLike | Batch, targets: Sequence[Any] = (), forward_args: ForwardArgs = ()
+    ) -> AbstractContextManager[Batch]:
+        """Read inputs, and return the context of their batch, in which the model is ready to explain targets of it.
 
         Raises:
+            ImageError: The inputs cannot be read.
             MethodError: `forward_args` is invalid, or an option has values for another number of images.
         """
+        checks = list[Any]()
+        with bound(checks=checks):
+            batch = self.read(inputs)
         if self.per_image:
             _require_values(self, len(batch.inputs))
         flat, layer, logits = list[Any](), None, None
@@ -360,7 +361,7 @@ class Attribution(HasOptions, ABC):
         state = arguments_of(forward_args, batch, layer)
         if isinstance(batch, InputBatch):
             state["other_layers"] = partial(layers_reading, self.model, batch)
-        return prepared_for_attribution(self.model, **state, layout=self.layout, logits=logits)
+        return prepared_for_attribution(self.model, batch, **state, layout=self.layout, logits=logits, checks=checks)
 
     def explain_batch(self, batch: Batch, targets: Sequence[Any]) -> list[Explanation]:
         """Explain several targets of a batch, in a `call`. Each image of an answer is explained alone."""
@@ -430,8 +431,7 @@ class Attribution(HasOptions, ABC):
         """Read the image or images as the model's input, on the model's device."""
         if isinstance(inputs, Batch):
             return inputs.of(self.model)
-        later = at_once if current_call().checks is None else check_later
-        batch = read(inputs, self.preprocess, like=reference_tensor(self.model), later=later)
+        batch = read(inputs, self.preprocess, like=reference_tensor(self.model), later=check_later)
         if batch.inputs.dim() == 5:
             require_volumes(self.model, batch.inputs)
         return batch
@@ -686,14 +686,11 @@ class Together:
         self, inputs: ImagesLike | Batch, target: TargetLike = None, *, forward_args: ForwardArgs = ()
     ) -> list[Explanation]:
         """Return one explanation per method, in their order. Arguments and errors as for `Attribution.attribute`."""
-        return self.explain_batch(self.methods[0].read(inputs), target, forward_args)
-
-    def explain_batch(self, batch: Batch, target: Any, forward_args: ForwardArgs = ()) -> list[Explanation]:
-        """Return one explanation per method, in their order, of a batch that was read."""
-        for method in self.methods[1:]:
-            _require_values(method, len(batch.inputs))
-        with self.methods[0].call(batch, [target], forward_args):
-            results = each_alone(batch, [target], partial(_explain_by_all, self.methods))
+        methods = [inputs.method(method) for method in self.methods] if isinstance(inputs, InputBatch) else self.methods
+        with methods[0].call(inputs, [target], forward_args) as batch:
+            for method in methods[1:]:
+                _require_values(method, len(batch.inputs))
+            results = each_alone(batch, [target], partial(_explain_by_all, methods))
             return list(map(joined, zip(*results, strict=True)))
 
 

@@ -289,10 +289,9 @@ class Network:
         # Unlike a tensor of a user, a batch of images is not checked for wrong normalisation. The values of a volume
         # are checked.
         batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))
-        return [
-            explanation.to("cpu")
-            for explanation in Together(*methods).explain_batch(batch, [image.target for image in images])
-        ]
+        targets: Any = [image.target for image in images]
+        explanations = Together(*methods).attribute(batch, targets)
+        return [explanation.to("cpu") for explanation in explanations]
 
 
 def trust_card(

@@ -31,7 +31,7 @@ from ..errors import CALL, LayerError, MethodError, ModelError
 from ..hooks.autograd_graph import compiler_is_loaded, tensor_version, unique_modules, view_base
 from ..hooks.manager import HookManager
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from ..io.inputs import Batch
+from ..io.inputs import Batch, at_once
 from ..targets.classes import ModuleOutput, as_categories
 
 ForwardArgs = tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -172,7 +172,7 @@ def name_subjects(*names: str) -> None:
 
 
 def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
-    """Check numbers later, so that no operation waits for them.
+    """Check numbers later in a call, so that no operation waits for them; outside of calls, check them at once.
 
     The next transfer from the device, such as that of the result, also reads these numbers.
 
@@ -181,7 +181,9 @@ def check_later(check: Callable[..., None], *numbers: Tensor) -> None:
         numbers: Tensors () or (n,).
     """
     call = current_call()
-    if call.checks is not None and not call.is_tracing:
+    if call.checks is None:
+        at_once(check, *numbers)
+    elif not call.is_tracing:
         call.checks.append(([*map(Tensor.detach, map(torch.flatten, numbers))], check))
 
 
@@ -345,13 +347,14 @@ def keep_small_heap() -> None:
 
 
 @contextmanager
-def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
+def prepared_for_attribution(model: nn.Module, enter_result: Any = None, **call: Any) -> Iterator[Any]:
     """Prepare the model: evaluation mode, eager execution and gradients, regardless of the caller's own modes.
 
     Works under `no_grad` and `inference_mode`, on training, frozen, compiled and scripted models.
 
     Args:
         model: The model.
+        enter_result: The value of the context, as for `contextlib.nullcontext`.
         **call: The state of a call: its arguments and its layout; see `Call`.
 
     Raises:
@@ -370,15 +373,14 @@ def prepared_for_attribution(model: nn.Module, **call: Any) -> Iterator[None]:
         if is_scripted:  # the optimised executor fuses operations into nodes that hide their ReLUs
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         stack.enter_context(_lease(partial(_evaluate, modules, others), _end_evaluation))
-        checks = current_call().checks or []  # of the images
-        stack.enter_context(bound(**call, modules=modules, checks=checks))
+        stack.enter_context(bound(**{"checks": [], **call}, modules=modules))
         try:
-            yield
+            yield enter_result
         except Exception:
             with bound(warns=False):  # a score that is not finite is the reason of other errors
                 read_back()
             raise
-        if checks:  # left by a method whose result did not become an explanation
+        if current_call().checks:  # left by a method whose result did not become an explanation
             read_back()
 
 

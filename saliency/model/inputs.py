@@ -82,6 +82,10 @@ class InputBatch(Batch):
         """Whether `inputs` holds several inputs as rows of numbers (N, 1, 1, numbers)."""
         return len(self.names) > 1 and self.inputs.shape[2:] != self.shapes[0][1:]
 
+    def method(self, method: Any) -> Any:
+        """Return a method with its options for this input."""
+        return method if self.is_rows else method.of_input(self.names[0])
+
     def parts(self, x: Tensor) -> dict[Key, Tensor]:
         """Divide variants of `inputs`, or values, into the inputs that it holds."""
         if len(self.names) == 1:

@@ -531,6 +531,17 @@ def test_each_explanation_is_saved_and_what_takes_one_image_says_so(tmp_path: Pa
             refused()
 
 
+def test_every_call_of_a_held_input_takes_the_options_of_this_input() -> None:
+    model, inputs = case("late")
+    method = saliency.GradCAM(model, layer={"rgb": "rgb_stream.0", "depth": "depth_stream.1"})
+    result = method.attribute(inputs, 1)
+    held = result.hold("rgb")
+    (of_class,), (of_method,) = method.attribute_classes(held, [1]), saliency.Together(method).attribute(held, 1)
+    for own in (method.attribute(held, 1), of_class, of_method):
+        assert own.layer == "rgb_stream.0"
+        assert torch.equal(own.values, result["rgb"].values)
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
 @pytest.mark.parametrize("name", ["late", "policy", "views"])
 def test_results_can_be_copied_and_pickled(name: str, duplicate: Any) -> None:

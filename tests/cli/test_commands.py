@@ -401,11 +401,11 @@ def test_an_error_in_the_model_costs_only_its_photo(
     batches: list[torch.Tensor] = []
 
     class Fragile(Together):
-        def explain_batch(self, batch: Any, target: Any, forward_args: Any = ()) -> list[saliency.Explanation]:
-            batches.append(batch.inputs)
+        def attribute(self, inputs: Any, target: Any = None, **arguments: Any) -> list[saliency.Explanation]:
+            batches.append(inputs.inputs)
             if len(batches) <= 2:
                 raise RuntimeError("out of memory\nfor 3 reasons")
-            return super().explain_batch(batch, target, forward_args)
+            return super().attribute(inputs, target, **arguments)
 
     monkeypatch.setattr("saliency.batch.network.Together", Fragile)
     answer = explain(run, tmp_path, *PHOTOS)
