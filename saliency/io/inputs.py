@@ -44,7 +44,6 @@ for _plugin in ("Avif", "Bmp", "Gif", "Jpeg", "Jpeg2K", "Png", "Ppm", "Tiff", "W
 
 _UNSUPPORTED = re.compile(r"unknown pixel mode|cannot handle|unsupported|not identified|\d+$", re.IGNORECASE)
 """Errors of Pillow for healthy files of a kind that it does not read. A number is the compression of a TIFF file."""
-_MOST_LABELS = 128  # colours of an image of labels, and its brightest grey
 _HEIC = re.compile(rb"....ftyp(heic|heix|heim|heis|hevc|hevx|(mif1|msf1)(?!.*avi[fs]))", re.DOTALL)
 _XML = re.compile(rb"(\xef\xbb\xbf)?\s*<(svg|\?xml)")
 
@@ -89,19 +88,17 @@ def read_mask(image: ImageLike) -> np.ndarray[Any, Any]:
     """Return where a mask is not black (H, W).
 
     Raises:
-        ImageError: The image holds labels: several values of a deep channel, or a few colours, or a few dark greys.
-            Other greys are the soft edges of a mask.
+        ImageError: The image holds labels: several values of a deep channel, several colours, or greys that are mostly
+            dark, also with 255 for ignored pixels. Mostly bright greys are a mask with soft edges.
     """
-    opened = open_image(image)
-    mask: np.ndarray[Any, Any] = np.array(opened)
+    mask: np.ndarray[Any, Any] = np.array(open_image(image))
     if mask.ndim == 3:
-        counted: Any = opened.getcolors(_MOST_LABELS) or ()  # none if there are more
-        colours = [colour for _, colour in counted if any(colour)]
-        is_grey = all(min(colour) == max(colour) for colour in colours)
-        if len(colours) > 1 and not (is_grey and max(colours)[0] >= _MOST_LABELS):
+        marked = mask[inside := mask.any(-1)]  # (pixels, 3)
+        if (marked != marked[:1]).any() and ((marked != marked[:, :1]).any() or np.median(marked) < 128):
             expected = "expected black and one other: save labels == 3 of one object"
-            raise ImageError(f"the mask has {len(colours)} colours besides black, as labels have; {expected}")
-        return np.asarray(mask.any(-1))
+            count = len(np.unique(marked, axis=0))
+            raise ImageError(f"the mask has {count} colours besides black, as labels have; {expected}")
+        return np.asarray(inside)
     check_mask(torch.as_tensor(mask, device="cpu"), ImageError)
     return np.asarray(mask != 0)
 

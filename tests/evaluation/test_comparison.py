@@ -372,6 +372,11 @@ def test_a_mask_of_8_bits_with_several_labels_is_refused_but_soft_edges_are_not(
         read_mask(tmp_path / "labels.png")
     soft = np.repeat(np.arange(0, 256, 51, dtype=np.uint8)[None], 6, 0)
     assert read_mask(soft).tolist() == (soft > 0).tolist()
+    labels[4, 0] = 255  # ignored, as in VOC
+    for refused in (labels, np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)):
+        with pytest.raises(ImageError, match="colours besides black, as labels have"):
+            read_mask(refused)
+    labels[4, 0] = 0
     image.point(lambda value: value and 1).save(tmp_path / "one.png")  # one object
     assert read_mask(tmp_path / "one.png").tolist() == (labels > 0).tolist()
 
