@@ -1,6 +1,6 @@
 # Main targets. They need python3.11+, pip, venv, make and git:
 #   make demo         explain the photos under assets/ and write overlays to out/
-#   make test         run the linter, the type checker and the tests, without slow ones (7 minutes on two cores)
+#   make test         run the linter, the type checker and the tests, without slow ones (about seven minutes on two cores)
 # Every target takes TORCH=cpu, to install PyTorch without CUDA.
 PYTHON ?= python3
 VENV := .venv
