@@ -281,7 +281,8 @@ class LRP(PixelRelevance):
     attention gives half to the value and a quarter each to query and key.
 
     The ledger accounts for the score: the relevance of the input, and the relevance absorbed by biases, tokens, the
-    softmax of attention, activations of zero, and the stabiliser.
+    softmax of attention, activations of zero, and the stabiliser. In deep networks, biases absorb most of the score, so
+    values may be as small as 1e-7 of it. Their errors are as small: compare their pattern, not their size.
 
     Args:
         composite: The rules: the name of a composite ("epsilon_plus", "epsilon", "gamma", "epsilon_gamma_box",
