@@ -284,8 +284,8 @@ class Explanation(BatchAttribution):
         return file.getvalue()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Explanation:
-        """Read a file that `save` wrote.
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that `save` wrote, as an object of this class, with the fields of a subclass.
 
         Raises:
             ExplanationError: The file is missing, damaged, or of another kind, or one of its images exceeds the size
@@ -300,7 +300,7 @@ class Explanation(BatchAttribution):
                         f"{path}: a safetensors file that this version of Explanation.save did not write"
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return _from_file(header, tensors)
+            return cast("Self", _from_file(cls, header, tensors))
 
     def _header(self) -> dict[str, Any]:
         tensors = self.tensors()
@@ -365,7 +365,7 @@ _DECODED: dict[str, Callable[[Any], Any]] = {
 """Functions from the JSON of an entry of evidence to the entry. The rest are tensors, tuples of texts, and numbers."""
 
 
-def _from_file(header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanation:
+def _from_file(cls: type[Explanation], header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanation:
     """Return the explanation of a file. The error of a damaged file may have any type."""
     attributes = {name: value for name, value in header.items() if name not in ("format", "image", "scale", "evidence")}
     attributes["input_size"] = tuple(header["input_size"])
@@ -383,7 +383,7 @@ def _from_file(header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanatio
     values, scores = evidence.pop("values"), evidence.pop("scores")
     if "scale" in header:
         values = (values.double() * header["scale"]).float()
-    explanation = Explanation(values, scores, evidence=evidence, **attributes)
+    explanation = cls(values, scores, evidence=evidence, **attributes)
     lists = [attributes["questions"], attributes["frames"], *(evidence[name] for name in _BY_IMAGE if name in evidence)]
     if {len(rows) for rows in (*lists, *explanation.tensors().values())} != {len(values)}:
         raise ValueError("the tensors and lists have different numbers of images")

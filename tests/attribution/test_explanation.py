@@ -7,7 +7,7 @@ import json
 import random
 import resource
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,21 @@ def test_a_picture_of_more_pixels_than_an_image_may_have_is_refused_before_it_is
     assert path.stat().st_size < 100_000
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", None)
     with pytest.raises(ExplanationError, match="20000 x 20000 pixels, more than the limit of 178956970"):
+        Explanation.load(path)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Reviewed(Explanation):
+    reviewer: str
+
+
+def test_a_subclass_loads_its_own_files(explanation: Explanation, tmp_path: Path) -> None:
+    attributes = {field.name: getattr(explanation, field.name) for field in fields(explanation)}
+    path = Reviewed(**attributes, reviewer="Ada").save(tmp_path / "a.safetensors")
+    loaded = Reviewed.load(path)
+    assert (type(loaded), loaded.reviewer) == (Reviewed, "Ada")
+    assert torch.equal(loaded.values, explanation.values)
+    with pytest.raises(ExplanationError, match=r"argument .reviewer"):
         Explanation.load(path)
 
 
