@@ -17,6 +17,7 @@ from saliency.batch.runs import ImageChange, RunComparison
 from saliency.tables import Table
 from tests.render.test_results import PHOTO, RESULTS, model
 from tests.several_inputs import case
+from tests.vision_language import answered
 
 X = torch.rand(2, 3, 16, 16)
 
@@ -32,6 +33,8 @@ CREATE: dict[str, Callable[[], Any]] = {
     "Comparison": lambda: saliency.compare([GradCAM(model())], [PHOTO] * 2, 1, metrics=["gini", "deletion"]),
     "Measurement": lambda: saliency.metrics.Deletion().measure(GradCAM(model()).attribute(PHOTO, 1), model=model()),
     "InputExplanations": of_several_inputs,
+    "Answer": lambda: answered("idefics3")[2],
+    "Answer in patches": lambda: answered("qwen2_vl")[2],
     "TextExplanation": lambda: saliency.TextExplanation("a cat", ("a", "cat"), torch.ones(2), 1.0, "attn_lrp"),
     "LayerTable": lambda: saliency.inspection.layer_table(model(), X, times=False),
     "ActivationStatistics": lambda: saliency.inspection.activation_statistics(model(), X),
@@ -50,3 +53,6 @@ def test_copies_of_a_result_show_the_same_text_and_rows(kind: str, duplicate: Ca
         assert repr(copied.rows) == repr(result.rows)
     elif hasattr(result, "values") and not callable(result.values):
         assert torch.equal(copied.values, result.values)
+    elif isinstance(result, saliency.Answer):
+        given, expected = (answer.arguments(answer.inputs[:1], 0)["pixel_values"] for answer in (copied, result))
+        assert torch.equal(given, expected)

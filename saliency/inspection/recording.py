@@ -203,6 +203,8 @@ class HookBlock:
 class Recording(HookBlock, Sequence[ModuleCall]):
     """Sequence of recorded calls, and the context manager that records them; see `record`.
 
+    It holds the layers, so send `list(recording)` to other processes.
+
     Args:
         layers: The layers by name.
         keep: Function from a tensor to its recorded form.

@@ -499,18 +499,20 @@ def find_canvas(encode: Encode, image: Image.Image, processor: Any) -> Canvas:
     canvas = values.new_zeros(views.shape[1], *canvas_size.tolist()[::-1])
     for number in is_tile.nonzero()[:, 0].tolist():
         canvas[crops[number]] = views[number]
-
-    def pixels(x: Tensor) -> Tensor:
-        return F.pad(torch.stack([resize(x[crop]) for crop in crops], 1), (0,) * 7 + (empty,))
-
-    def resize(x: Tensor) -> Tensor:
-        if x.shape[2:] == views.shape[2:]:
-            return x
-        wide = at_least_float32(x)  # CPUs do not resize in half precision
-        return F.interpolate(wide, views.shape[2:], mode="bicubic", antialias=True).to(x.dtype)
-
     left, top, right, bottom = box.tolist()
-    return Canvas(canvas, (left, top, right, bottom), pixels)
+    return Canvas(canvas, (left, top, right, bottom), partial(_views, crops, views.shape[2:], empty))
+
+
+def _views(crops: Sequence[Any], size: Sequence[int], empty: int, x: Tensor) -> Tensor:
+    """Return crops of canvases (N, C, H, W) in one size, and then empty tiles."""
+    return F.pad(torch.stack([_resized(x[crop], size) for crop in crops], 1), (0,) * 7 + (empty,))
+
+
+def _resized(x: Tensor, size: Sequence[int]) -> Tensor:
+    if x.shape[2:] == size:
+        return x
+    wide = at_least_float32(x)  # CPUs do not resize in half precision
+    return F.interpolate(wide, size, mode="bicubic", antialias=True).to(x.dtype)
 
 
 def _divided_in_patches(
@@ -521,13 +523,7 @@ def _divided_in_patches(
     The numbers of a patch are its pixels (3, repeats, size, size), with equal repetitions in time, as in Qwen-VL.
     """
     rows, columns = grid
-    repeats = numbers // (3 * size**2)
-
-    def pixels(x: Tensor) -> Tensor:
-        blocks = x.reshape(len(x), 3, rows // merged, merged, size, columns // merged, merged, size)
-        patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(x), rows * columns, 3, 1, size, size)
-        return patches.expand(-1, -1, -1, repeats, -1, -1).flatten(2)
-
+    pixels = partial(_patches, rows, columns, size, merged, numbers // (3 * size**2))
     indices = torch.arange(3 * rows * columns * size**2, device="cpu").view(3, rows * size, columns * size)
     order = pixels(indices[None]).flatten()  # the index of the pixel that each value shows
 
@@ -537,3 +533,10 @@ def _divided_in_patches(
 
     (box,) = boxes_of_views(lambda source: canvas(source)[None], image.size)
     return Canvas(canvas(image), box, pixels)
+
+
+def _patches(rows: int, columns: int, size: int, merged: int, repeats: int, x: Tensor) -> Tensor:
+    """Return the flattened patches of canvases (N, 3, H, W), in the order of `_divided_in_patches`."""
+    blocks = x.reshape(len(x), 3, rows // merged, merged, size, columns // merged, merged, size)
+    patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(x), rows * columns, 3, 1, size, size)
+    return patches.expand(-1, -1, -1, repeats, -1, -1).flatten(2)
