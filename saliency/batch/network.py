@@ -289,8 +289,7 @@ class Network:
         # Unlike a tensor of a user, a batch of images is not checked for wrong normalisation. The values of a volume
         # are checked.
         batch = methods[0].read(x) if x.dim() > 4 else Batch(x, (None,) * len(x))
-        targets: Any = [image.target for image in images]
-        explanations = Together(*methods).attribute(batch, targets)
+        explanations = Together(*methods).attribute(batch, cast("Any", [image.target for image in images]))
         return [explanation.to("cpu") for explanation in explanations]
 
 

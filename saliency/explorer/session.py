@@ -192,8 +192,7 @@ class Session:
                 'saliency.explore(model, {"rgb": image, "depth": depth}), or saliency serve MODEL rgb=FILE depth=FILE'
             )
             raise ModelError(f"the explorer needs the inputs of this model by name: {cure}")
-        batch = self._read(example)
-        with self._default.call(batch), torch.no_grad():
+        with self._default.call(self._read(example)) as batch, torch.no_grad():
             self._scan = scan_layers(self.model, batch.inputs)
             output = run_model(self.model, batch.inputs)
             self.asks = self._questions(output, batch)
@@ -318,8 +317,7 @@ class Session:
         if self._inputs and not isinstance(image, int):
             opened = with_image(self._find(case).image, self._inputs[index], opened)
         try:
-            batch = self._read(opened)
-            with self._default.call(batch), torch.no_grad():
+            with self._default.call(self._read(opened)) as batch, torch.no_grad():
                 facts = self._facts(batch)
         except SaliencyError as error:
             raise type(error)(f"{name}{shape}: {error}") from error

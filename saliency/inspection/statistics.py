@@ -252,9 +252,7 @@ class _ActivationCollector(_Collector):
         dead_channels = sum(len(row.dead) for row in rows if isinstance(self.modules[row.name], _RECTIFIERS))
         notes = [*self.notes(), f"{plural(dead_channels, 'dead channel')} in ReLUs"]
         title = f"Activations of {type(self.model).__name__}"
-        hint = "channels that were never above zero, in layers whose smallest output is zero"
-        columns = [*_layer_columns("mean", "std", "min", "max"), Column("dead", _dead, hint=hint)]
-        table = ActivationStatistics(rows, columns, title, notes)
+        table = ActivationStatistics(rows, [*_layer_columns("mean", "std", "min", "max"), _DEAD], title, notes)
         table.first_nonfinite, table.dead_channels = self.first_nonfinite, dead_channels
         table.images, table.batches = self.images, self.batches
         return table
@@ -271,6 +269,9 @@ def _add(output: _RunningStats, stats: _RunningStats) -> None:
 
 def _dead(row: LayerActivations) -> int | None:
     return len(row.dead) or None if row.min == 0 else None
+
+
+_DEAD = Column("dead", _dead, hint="channels that were never above zero, in layers whose smallest output is zero")
 
 
 def gradient_statistics(

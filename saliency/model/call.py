@@ -380,8 +380,7 @@ def prepared_for_attribution(model: nn.Module, enter_result: Any = None, **call:
             with bound(warns=False):  # a score that is not finite is the reason of other errors
                 read_back()
             raise
-        if current_call().checks:  # left by a method whose result did not become an explanation
-            read_back()
+        read_back()  # the checks of a method whose result did not become an explanation
 
 
 @lru_cache
