@@ -159,10 +159,17 @@ def calls() -> None:
         model = NETWORKS[name]().eval()
         for cls in classes:
             print(row(name, batch, cls(model), rate), flush=True)
-    model = NETWORKS["efficientnet_lite0"]().eval()
-    for many in (saliency.IntegratedGradients(model, steps=32), saliency.RISE(model, passes=100)):
-        print(row("efficientnet_lite0", 1, many, rate), flush=True)
-    print(metric_row("efficientnet_lite0", saliency.GradCAM(model)), flush=True)
+    for name in ("efficientnet_lite0", "resnet50"):
+        torch.manual_seed(0)
+        model = NETWORKS[name]().eval()
+        for many in (
+            saliency.IntegratedGradients(model, steps=32),
+            saliency.SmoothGrad(model, passes=32),
+            saliency.RISE(model, passes=100),
+            saliency.ScoreCAM(model, channels=64),
+        ):
+            print(row(name, 1, many, rate), flush=True)
+        print(metric_row(name, saliency.GradCAM(model)), flush=True)
 
 
 if __name__ == "__main__":
