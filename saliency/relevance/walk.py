@@ -238,13 +238,13 @@ class Walk:
     Attributes:
         x: The image (N, C, H, W), as the leaf of the graph.
         graph: The graph.
-        relevance: The relevance of the image (N, C, H, W).
+        relevance: The relevance of the image (N, C, H, W), after `balance`.
         gradient: G at the image (N, C, H, W); None if nothing arrives.
         watched_relevance: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
         rule: The rule.
-        ledger: The parts (N,) of the scores, by name: the input, and each kind of absorbed relevance.
-        missing: (N,) the scores minus the sum of the ledger.
+        ledger: The parts (N,) of the scores, by name: the input, and each kind of absorbed relevance; after `balance`.
+        missing: (N,) the scores minus the sum of the ledger, after `balance`.
         handled: The number of operations by kind and rule.
         holds_relevance: The nodes with a single result at which relevance arrives instead of G.
         merged: The factors and constants that are merged into a watched tensor, by edge.
@@ -290,14 +290,17 @@ class Walk:
                 self._visit(node)
                 if self._frees:
                     self.graph.record.free(node)
-        self.gradient, fixed = self._arrived.get(self.graph.end), self._fixed.get(self.graph.end)
-        fixed = torch.zeros_like(self.grads.x) if fixed is None else fixed
-        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, self.grads.x, self.gradient)
-        self._balance()
+        self.gradient = self._arrived.get(self.graph.end)
         return self
 
-    def _balance(self) -> None:
-        """Set the ledger. If shapes are ambiguous, choose the reading with which it holds the score of each image."""
+    def balance(self) -> Walk:
+        """Set the relevance and the ledger, and return this walk.
+
+        If shapes are ambiguous, choose the reading with which the ledger holds the score of each image.
+        """
+        fixed = self._fixed.get(self.graph.end)
+        fixed = torch.zeros_like(self.grads.x) if fixed is None else fixed
+        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, self.grads.x, self.gradient)
         scores, tried = at_least_float32(self.grads.scores), []
         for reading in self._readings:
             self._reading = reading
@@ -307,6 +310,7 @@ class Walk:
             rounding = _ROUNDING * float(scores.abs().max())
             self._reading = min(self._readings, key=lambda i: max(rounding, float(tried[i][1].abs().max())))
         self.ledger, self.missing = tried[self._reading]
+        return self
 
     def _visit(self, node: Node) -> None:
         edges = list(zip(repeat(node), range(len(self.graph.specs[node]))))
