@@ -33,7 +33,7 @@ WAITING = {"_local_scalar_dense", "equal", "nonzero"}
 COPYING = {"clone", "contiguous", "copy_", "_to_copy"}
 NO_LAUNCH = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "promote_types"}
 TRACED = [name for name, cls in METHODS.items() if issubclass(cls, TracedAttribution)]
-PER_LAYER = {"excitation_backprop": 1, "chefer_lrp": 24}
+PER_LAYER = {"chefer_lrp": 12}
 """The known waits per layer: values that a rule depends on."""
 LAUNCHES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("launches.toml").read_text(encoding="utf-8"))
 

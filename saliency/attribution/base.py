@@ -460,7 +460,9 @@ class Attribution(HasOptions, ABC):
         evidence = {name: entry for name, entry in result.evidence.items() if entry is not None}
         probabilities = list(map(attrgetter("probability"), asked))
         if None not in probabilities:
-            evidence["probabilities"] = torch.stack(probabilities).to(values.device)
+            # Of one image, without a copy.
+            rows = probabilities[0][None] if len(asked) == 1 else torch.stack(probabilities)
+            evidence["probabilities"] = rows.to(values.device)
         if isinstance(batch, Answer) and "token_shares" in evidence:
             evidence["tokens"] = batch.sequence
         explanation = Explanation(

@@ -14,6 +14,7 @@ from ..validation import check_integer
 
 ROUNDING = 1e-6
 """Values that differ by at most this fraction of the largest magnitude are ties in a rank correlation."""
+_ZERO = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 class Estimate:
@@ -32,8 +33,7 @@ class Estimate:
 
     def __init__(self) -> None:
         self.count = 0
-        zero = torch.zeros((), dtype=torch.float32, device="cpu")
-        self._mean = self._even = self._squares = zero  # even: the sum of the samples 0, 2, 4, ...
+        self._mean = self._even = self._squares = _ZERO  # even: the sum of the samples 0, 2, 4, ...
 
     def add(self, samples: Tensor) -> None:
         """Add a chunk of samples (k, ...)."""

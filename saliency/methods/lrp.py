@@ -136,7 +136,7 @@ class RelevancePropagation(TracedAttribution):
         for name, channels in self._through.items():
             changes[name] = partial(_restricted, grads, name, channels)
         watched = {**grads.forward.layers, **dict(zip([EMBEDDINGS], grads.forward.embeddings, strict=False))}
-        walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run()
+        walk = Walk(grads, rules, watched, changes, frees=grads.forward.count_backward()).run().balance()
         if named:
             rules.check_layers()
         if rules.unmerged:

@@ -7,7 +7,6 @@ positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from .rules import (
 
 _ROUNDING = 128  # sums of parts below this many units of rounding of the other parts are treated as zero
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
-_LARGE = 1e15
 
 
 # The entry of the ledger, "biases" or "stabiliser", with its values and factors; see `Walk.absorb`.
@@ -66,8 +64,8 @@ def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
     z = op.output
     epsilon = rule.epsilon * (op.scale if rule.relative else z.new_ones([1] * z.dim()))
     if op.is_positive:
-        quotients, sums, _ = _quotients(op, relevance, z + epsilon)
-        size = sums
+        quotients = _bounded(relevance, z + epsilon)
+        size = sums = _position_sums(op, quotients)
     else:
         quotients = relevance / z.abs().add_(epsilon)
         size = _position_sums(op, quotients)
@@ -80,20 +78,21 @@ def _epsilon(rule: Epsilon, op: LinearOperation, relevance: Tensor) -> Passed:
 
 def _gamma(rule: Gamma, op: LinearOperation, relevance: Tensor) -> Passed:
     """Divide the relevance by the parts of both signs, of which the parts with the sign of z are enlarged."""
-    is_positive = op.is_positive or not (is_tracing() or bool(where_above(relevance, -op.output, 0).any()))
-    if is_positive and op.is_nonnegative:
+    if op.is_positive and op.is_nonnegative:
         # Up to the factor 1 + gamma, which cancels, this is the operation with larger positive weights.
         slope = 1 / (1 + rule.gamma)
-        bias = None if op.bias is None else F.leaky_relu(op.bias, slope) + TINY
-        return _divided_by(op, relevance, lambda part: F.leaky_relu(part, slope), bias)
+        bias = None if op.bias is None else F.leaky_relu(op.bias, slope)
+        weight, parts = _parts(op, lambda part: F.leaky_relu(part, slope), bias)
+        quotients = _bounded(relevance, parts)
+        return Passed(op.transposed(quotients, weight), absorbed=_biases(op, _position_sums(op, quotients), bias))
     # The sum of all parts, of which the parts with the sign of z are enlarged, up to a factor.
     z, factor = op.output, rule.gamma / (2 + rule.gamma)
     magnitudes = _magnitudes(op, op.bias).copysign_(z)
     parts = torch.add(z, magnitudes, alpha=factor, out=magnitudes)
     sign = parts.sign()
-    quotients, sums, lost = _quotients(op, relevance, parts)
+    quotients = _bounded(relevance, parts)
     of_magnitudes = sign.mul_(quotients).mul_(factor)
-    absorbed = [*_biases(op, sums, op.bias), *lost]
+    absorbed = _biases(op, _position_sums(op, quotients), op.bias)
     if op.bias is not None:
         absorbed += _biases(op, _position_sums(op, of_magnitudes), op.bias.abs())
     return Passed(_spread(op, quotients, of_magnitudes), absorbed=absorbed)
@@ -103,31 +102,34 @@ def _alpha_beta(rule: AlphaBeta, op: LinearOperation, relevance: Tensor) -> Pass
     """Divide the relevance by the positive parts, and by the negative parts."""
     bias = op.bias if rule.bias else None
     if not rule.beta and op.is_nonnegative:
-        return _divided_by(op, relevance, F.relu, None if bias is None else bias.clamp(min=TINY), tiny=TINY)
+        positive = _least(op, relevance, bias)
+        weight, parts = _parts(op, F.relu, positive)
+        quotients, absorbed = _quotients(op, relevance, parts, None if bias is None else positive)
+        return Passed(op.transposed(quotients, weight), absorbed=absorbed)
     positive = None if bias is None else bias.clamp(min=0)
     if not rule.beta:
         magnitudes = _magnitudes(op, bias)
-        parts = _without(op, rule, magnitudes) + magnitudes
-        quotients, sums, lost = _quotients(op, relevance, _cleared(op, rule, parts, magnitudes, 1))
-        biases = _biases(op, sums, None if positive is None else 2 * positive)
-        return Passed(_spread(op, quotients, quotients), absorbed=[*biases, *lost])
+        parts, doubled = _without(op, rule, magnitudes) + magnitudes, None if positive is None else 2 * positive
+        quotients, absorbed = _sum_quotients(op, rule, relevance, parts, magnitudes, doubled)
+        return Passed(_spread(op, quotients, quotients), absorbed=absorbed)
     # The negative parts are summed alone: the sums of positive parts then have no cancellation where the output is
     # positive.
-    negative = None if bias is None else bias.clamp(max=-TINY)
-    parts = _negative_parts(op, negative)
-    up, sums, lost = _quotients(op, relevance, _cleared(op, rule, _without(op, rule, -parts) - parts, parts, -1))
-    absorbed = _biases(op, sums, None if positive is None else rule.alpha * positive)
-    down, sums, unreached = _quotients(op, relevance, parts, None if negative is None else -TINY)
-    absorbed += _biases(op, sums, None if negative is None else -rule.beta * negative)
-    for factor, losses in ((rule.alpha, lost), (-rule.beta, unreached)):
-        absorbed += [(name, factor * values, numbers) for name, values, numbers in losses]
+    negative, weight = _least(op, relevance, None if bias is None else -bias), F.relu(-op.weight)
+    magnitudes = op.run(op.input if op.is_nonnegative else F.relu(op.input), weight, negative)
+    if not op.is_nonnegative:
+        magnitudes.add_(op.run(F.relu(-op.input), signed(op.weight, 1)))
+    parts = _without(op, rule, magnitudes) + magnitudes
+    up, absorbed = _sum_quotients(op, rule, relevance, parts, magnitudes, positive)
+    down, unreached = _quotients(op, relevance, magnitudes, None if bias is None else negative)
+    absorbed = [(name, rule.alpha * values, numbers) for name, values, numbers in absorbed]
+    absorbed += [(name, -rule.beta * values, numbers) for name, values, numbers in unreached]
     if op.is_nonnegative:
-        grad = op.transposed(down, signed(op.weight, -1))
+        grad = op.transposed(down, weight)
         grad = grad.lerp_(op.transposed(up, signed(op.weight, 1)), rule.alpha)
         return Passed(grad, absorbed=absorbed)
     factor = rule.beta / rule.alpha
     # Not in place: the sums of a matrix product are its quotients.
-    grad = _spread(op, torch.sub(up, down, alpha=factor), torch.add(up, down, alpha=factor))
+    grad = _spread(op, torch.add(up, down, alpha=factor), torch.sub(up, down, alpha=factor))
     return Passed(grad.mul_(rule.alpha / 2), absorbed=absorbed)
 
 
@@ -164,73 +166,81 @@ def _position_sums(op: LinearOperation, values: Tensor) -> Tensor:
     return values.sum(op.dims[1:]) if len(op.dims) > 1 else values
 
 
+def _bounded(relevance: Tensor, parts: Tensor) -> Tensor:
+    """Divide the relevance by sums of parts, which are overwritten and at least the output where it has relevance."""
+    return torch.div(relevance, parts, out=parts).nan_to_num_(0, 0, 0)  # 0 / 0 is 0
+
+
 def _quotients(
-    op: LinearOperation, relevance: Tensor, parts: Tensor, tiny: float | None = None
-) -> tuple[Tensor, Tensor, list[Absorbed]]:
-    """Divide the relevance of the output by sums of parts, which are overwritten.
+    op: LinearOperation, relevance: Tensor, parts: Tensor, bias: Tensor | None
+) -> tuple[Tensor, list[Absorbed]]:
+    """Divide the relevance of the output by sums of parts of one sign, with the bias of `_least`.
 
     Args:
         op: The operation.
         relevance: The relevance.
-        parts: The sums of parts.
-        tiny: The tiny number that replaces a bias of another sign in exact sums of parts of one sign; None for other
-            sums.
+        parts: The magnitudes of the sums, which are overwritten.
+        bias: The bias of `_least`; None without a bias.
 
     Returns:
-        The quotients; their sums over all positions; and the relevance that nothing receives because no part has the
-        right sign.
+        The quotients; and the relevance of the bias, and the relevance that nothing receives because there is no part.
     """
+    if not _has_least(op):
+        return _masked_quotients(op, relevance, parts, bias)
+    # Where there is no part, quotients are huge. They need no mask, because they reach only inputs of zero, which have
+    # no relevance. Times the tiny number, they are the lost relevance, which the bias does not absorb.
     quotients = torch.div(relevance, parts, out=parts)
-    if tiny is not None and op.is_rectified and len(op.dims) > 1:
-        # Where there is no part, quotients are huge. They need no mask, because they reach only inputs of zero, which
-        # have no relevance. Times the tiny number, they are the lost relevance, which the bias does not absorb.
-        sums = _position_sums(op, quotients)
-        return quotients, sums, [("stabiliser", sums, tiny), ("biases", sums, -tiny)]
-    if is_tracing():
-        quotients.nan_to_num_(0, torch.inf, -torch.inf)
-    else:
-        sums = _position_sums(op, quotients)
-        total = float(sums.abs().sum())
-        if not math.isfinite(total):  # 0 / 0 is 0
-            sums = _position_sums(op, quotients.nan_to_num_(0, torch.inf, -torch.inf))
-            total = float(sums.abs().sum())
-        if total <= _LARGE:  # false for NaN
-            return quotients, sums, []
-    sizes = quotients.abs()
-    lost = where_above(relevance, sizes, _LARGE).sum(op.dims)
-    quotients = where_above(quotients, sizes.neg_(), -_LARGE)
-    return quotients, _position_sums(op, quotients), [("stabiliser", lost, None)]
+    sums = _position_sums(op, quotients)
+    biases = [] if bias is None else [*_biases(op, sums, bias), ("biases", sums, -TINY)]
+    return quotients, [*biases, ("stabiliser", sums, TINY)]
 
 
-def _divided_by(
-    op: LinearOperation,
-    relevance: Tensor,
-    part: Callable[[Tensor], Tensor],
-    bias: Tensor | None,
-    tiny: float | None = None,
-) -> Passed:
-    """Divide the relevance of the output by parts with some of the weights and a bias; no input is negative."""
+def _sum_quotients(
+    op: LinearOperation, rule: AlphaBeta, relevance: Tensor, parts: Tensor, others: Tensor, bias: Tensor | None
+) -> tuple[Tensor, list[Absorbed]]:
+    """Divide the relevance by positive parts that are the output plus other parts, with the rounding errors of both."""
+    if op.is_positive and rule.bias:
+        quotients = _bounded(relevance, parts)
+        return quotients, _biases(op, _position_sums(op, quotients), bias)
+    rounding = torch.sub(parts, others, alpha=_ROUNDING * torch.finfo(parts.dtype).eps)
+    return _masked_quotients(op, relevance, where_above(parts, rounding, 0), bias)
+
+
+def _masked_quotients(
+    op: LinearOperation, relevance: Tensor, parts: Tensor, bias: Tensor | None
+) -> tuple[Tensor, list[Absorbed]]:
+    """Divide the relevance by positive parts, which are overwritten; 0 where there is no part."""
+    torch.threshold_(parts, 2 * TINY, torch.inf)
+    lost = where_above(relevance, parts, torch.finfo(parts.dtype).max).sum(op.dims)
+    quotients = torch.div(relevance, parts, out=parts)
+    return quotients, [*_biases(op, _position_sums(op, quotients), bias), ("stabiliser", lost, None)]
+
+
+def _has_least(op: LinearOperation) -> bool:
+    """Return whether a tiny number is added to sums of parts, so that quotients by them need no mask."""
+    return op.is_rectified and len(op.dims) > 1
+
+
+def _least(op: LinearOperation, relevance: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return the positive part of a bias for sums of parts, and at least a tiny number; None for a number of zero."""
+    if bias is None:
+        return relevance.new_full(relevance.shape[1:2], TINY) if _has_least(op) else None
+    return bias.clamp(min=TINY)
+
+
+def _parts(op: LinearOperation, part: Callable[[Tensor], Tensor], bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a part of the weights, and the result of the operation with them and a bias, which may be overwritten."""
     shared = {} if op.shared is None else op.shared
     if "parts" not in shared:
         weight = part(op.weight)
         shared["parts"] = weight, op.run(op.input, weight, bias)
     weight, parts = shared["parts"]
-    parts = parts if op.shared is None else parts.clone()
-    quotients, sums, lost = _quotients(op, relevance, parts, None if bias is None else tiny)
-    return Passed(op.transposed(quotients, weight), absorbed=[*_biases(op, sums, bias), *lost])
+    return weight, parts if op.shared is None else parts.clone()
 
 
 def _magnitudes(op: LinearOperation, bias: Tensor | None) -> Tensor:
     """Return |W| |a| + |bias| as a new tensor."""
     return op.run(op.input.abs(), op.weight.abs(), None if bias is None else bias.abs())
-
-
-def _negative_parts(op: LinearOperation, bias: Tensor | None) -> Tensor:
-    """Return the sum of the negative parts as a new tensor, with a negative bias."""
-    if op.is_nonnegative:
-        return op.run(op.input, signed(op.weight, -1), bias)
-    parts = op.run(signed(op.input, 1), signed(op.weight, -1), bias)
-    return parts.add_(op.run(signed(op.input, -1), signed(op.weight, 1)))
 
 
 def _without(op: LinearOperation, rule: AlphaBeta, magnitudes: Tensor) -> Tensor:
@@ -239,14 +249,6 @@ def _without(op: LinearOperation, rule: AlphaBeta, magnitudes: Tensor) -> Tensor
         return op.output
     is_small = not is_tracing() and float(op.bias.abs().amax()) <= 8 * float(magnitudes.amin())
     return op.output - op.bias if is_small else op.run(op.input, op.weight)
-
-
-def _cleared(op: LinearOperation, rule: AlphaBeta, parts: Tensor, others: Tensor, sign: int) -> Tensor:
-    """Return sums of positive parts; 0 where they may be rounding errors of other parts, which all have one sign."""
-    if op.is_positive and rule.bias:
-        return parts
-    least = sign * _ROUNDING * torch.finfo(parts.dtype).eps
-    return where_above(parts, torch.sub(parts, others, alpha=least), 0)
 
 
 def _spread(op: LinearOperation, quotients: Tensor, of_magnitudes: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -205,10 +206,12 @@ def _pointwise(step: MultiplierStep) -> Gradients:
     x = step.pair(name)
     if x.x.dtype != visit.grad.dtype:  # the weights of a PReLU too
         operation = replace(operation, kept_args=tree_map_tensors(operation.args, at_least_float32))
-    change = x.change
     if operation.name == "relu":  # the part of the change above zero; for no change, 1 above zero
-        slope = torch.maximum(*x).div_(change.abs_().add_(TINY)).clamp_(0, 1)
+        # With a tiny beta, the loss is the size of the change, in one operation.
+        size = F.smooth_l1_loss(*x, reduction="none", beta=TINY)
+        slope = torch.maximum(*x).div_(size.add_(TINY)).clamp_(0, 1)
     else:
+        change = x.change
         y, y0 = (operation.repeat(**{name: value}) for value in x)
         slope = y.sub_(y0)
         if visit.node in cast("Multipliers", visit.walk.rule).touching:  # 0 / 0 becomes the derivative

@@ -5,7 +5,6 @@ The relevance of a value x is R = x * G. A kind without an entry here has no rul
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,12 +21,12 @@ from ..hooks import autograd_graph as graph
 from ..hooks import operations
 from ..hooks.attention import masked_logits
 from ..hooks.operations import FACTORS, Operation
-from ..hooks.pytree import tree_map, tree_tensors
+from ..hooks.pytree import first_tensor, tree_map, tree_tensors
 from ..hooks.rectifiers import require_visible
 from ..io.axes import at_least_float32
 from . import rules as formulas
 from .kernels import KERNELS, Passed, reads_gradient
-from .walk import ChannelFactors, Edge, Visit, Walk
+from .walk import ChannelFactors, Edge, Visit, Walk, is_rectifier
 
 Unknown = Literal["refuse", "gradient"]
 
@@ -53,8 +52,6 @@ _OF_VECTORS = {"mv": ("self", "vec"), "addmv": ("mat", "vec"), "dot": ("self", "
 CONVOLUTION_OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _GRADIENT = formulas.Epsilon(0)
 NONLINEAR = operations.ACTIVATIONS | {"relu", "leaky_relu", "_prelu_kernel"}
-_OF_RECTIFIED = frozenset({"constant_pad_nd", "max_pool2d_with_indices", "max_pool3d_with_indices"})
-_RECTIFIERS = ("relu", "hardtanh")
 # The types of operands in the arguments of an operation, which keep None for some.
 _OPERANDS = (Tensor, type(None))
 _CURES = {"mkldnn_rnn_layer": ", or call in `torch.backends.mkldnn.flags(enabled=False)`, where an LSTM is not fused"}
@@ -145,7 +142,7 @@ class Propagation:
             self._follow_score(visit, operation)
         if self._has_nonlinear and (rule := self._nonlinear_rule(visit, operation)):
             return self._nonlinear(visit, operation, rule)
-        if operation.name in _RECTIFIERS and is_rectifier(visit.walk, visit.node) and self._passes_relevance(visit):
+        if is_rectifier(visit.node, operation) and self._passes_relevance(visit):
             if kind == "activation":
                 visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
             output = graph.saved(visit.node, "result", None)  # of a ReLU
@@ -233,7 +230,8 @@ class Propagation:
             key = type(rule), repr(rule), op.bias is None, is_merged, node in self._biases
             op.shared = operation.shared.setdefault(key, {})
         op.is_positive = node in walk.holds_relevance
-        op.is_rectified = _is_rectified(walk, edge[0]) and op.input.dtype == visit.grad.dtype
+        op.is_nonnegative = edge[0] in walk.graph.rectified
+        op.is_rectified = op.is_nonnegative and op.input.dtype == visit.grad.dtype
         relevance = grad = at_least_float32(visit.grad)
         if not op.is_positive and (node is self.first or not reads_gradient(rule)):
             relevance = op.output * grad if whole is None else whole().mul_(grad)
@@ -357,6 +355,7 @@ class Propagation:
         x = operation.args["input"]
         self.unmerged.update(["vmap"] * operation.is_vmapped)
         if path := self._merged_path(walk, visit.node):
+            factors = factors if visit.node in walk.graph.positive_norms else factors._replace(relative=None)
             walk.holds_relevance.update(node for node, _ in path if visit.node in walk.holds_relevance)
             for edge, numbers in path.items():
                 norm = factors if numbers is None else factors.of_channels(numbers)
@@ -430,7 +429,7 @@ class Propagation:
     def _activation(self, visit: Visit, operation: Operation) -> graph.Gradients:
         """Pass G * (f(x) - f(0)) / x; f(0) absorbs the rest."""
         on_path = visit.on_path
-        if is_rectifier(visit.walk, visit.node):
+        if is_rectifier(visit.node, operation):
             visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
             x = operation.args[_operand(operation)]
             return (cast("Tensor", operation.repeat()).div_(x).nan_to_num_(0).mul_(visit.grad),)
@@ -438,9 +437,9 @@ class Propagation:
             is_linear = operation.name == "lerp" and not any(on_path[2:])
             return visit.plain() if is_linear else without_rule(visit, self.unknown)
         operation = _function_of(operation, on_path.index(True))
-        x, at_zero = operation.args[_operand(operation)], _at_zero(operation)
-        is_finite = operation.name != "logit" and bool(torch.isfinite(at_zero).all())
-        is_link = not is_finite or (visit.node in self._alone and bool(at_zero.any()))
+        x, (at_zero, slope, is_finite, is_shifted) = operation.args[_operand(operation)], _at_zero(operation)
+        is_finite = is_finite and operation.name != "logit"
+        is_link = not is_finite or (visit.node in self._alone and is_shifted)
         if is_link and (passed := self._through_link(visit, operation.name)) is not None:
             visit.walk.handled[f"{operation.name} of a score"] += 1
             lost = operation.result * visit.grad - x * passed
@@ -450,13 +449,11 @@ class Propagation:
             return without_rule(visit, self.unknown)
         visit.walk.handled[f"{operation.name} by f(x)/x"] += 1
         result = operation.repeat() if operation.result is None else operation.result  # a node saves the operand alone
-        ratio = result / x
-        if bool(at_zero.any()):
+        if is_shifted:
             visit.walk.absorb("activations", visit.grad * at_zero, visit.node)
-            ratio = (result - at_zero) / x
-        if graph.is_tracing() or not math.isfinite(float(ratio.sum())):
-            slope = derivative(operation, torch.zeros_like(at_zero))
-            ratio = torch.where(x == 0, slope, ratio) if slope.dim() else ratio.nan_to_num_(float(slope))
+            result = result - at_zero
+        ratio = result / x
+        ratio = torch.where(x == 0, slope, ratio) if isinstance(slope, Tensor) else ratio.nan_to_num_(slope)
         return tuple(ratio.mul_(visit.grad) if is_own else None for is_own in on_path)
 
     def _through_link(self, visit: Visit, name: str) -> Tensor | None:
@@ -614,23 +611,6 @@ def _function_of(operation: Operation, index: int) -> Operation:
     )
 
 
-def is_rectifier(walk: Walk, node: Node | None) -> bool:
-    """Return whether a node is a ReLU or ReLU6, whose result is nowhere negative."""
-    operation = None if node is None or type(node).__name__ == "CopySlices" else walk.graph.operations.get(node)
-    if operation is None or operation.name not in _RECTIFIERS:
-        return False
-    return operation.name == "relu" or operation.kept_args.get("min_val", -1) == 0
-
-
-def _is_rectified(walk: Walk, node: Node | None) -> bool:
-    """Return whether a node is a rectifier, or a max pool or a padding with zeros of its result."""
-    while node is not None and (operation := walk.graph.operations.get(node)):
-        if operation.name not in _OF_RECTIFIED or operation.kept_args.get("value"):
-            break
-        node = graph.next_functions(node)[0][0]
-    return is_rectifier(walk, node)
-
-
 def _gate(visit: Visit, factors: Sequence[int]) -> int | None:
     """Return the index of the gate in an activation that is the product of two pointwise functions of one value.
 
@@ -668,7 +648,7 @@ def _is_zero_at_zero(walk: Walk, edge: Edge, sources: set[Edge]) -> bool:
         return any(operands)
     if holds_constant(_constants(Visit(walk, edge[0], operation, (), walk.graph.reads[edge[0]]), operation)):
         return False
-    is_shifted = kind_of(operation.op) == "activation" and bool(_at_zero(operation).any())
+    is_shifted = kind_of(operation.op) == "activation" and _at_zero(operation).is_shifted
     return all(operands) and not is_shifted
 
 
@@ -705,10 +685,33 @@ def _operand(operation: Operation) -> str:
     return next(name for name, value in operation.args.items() if isinstance(value, Tensor))
 
 
-def _at_zero(operation: Operation) -> Tensor:
-    """Return the value of a pointwise operation at 0."""
-    name = _operand(operation)
-    return cast("Tensor", operation.repeat(**{name: operation.args[name].new_zeros(())}))
+class _AtZero(NamedTuple):
+    """A pointwise function at 0: its value, its slope, whether the value is finite, and whether it is not 0."""
+
+    value: Tensor
+    slope: Tensor | float
+    is_finite: bool
+    is_shifted: bool
+
+
+def _at_zero(operation: Operation) -> _AtZero:
+    """Return a pointwise operation at 0, which is computed once for all operations without other tensors."""
+    name, args = _operand(operation), operation.args
+    others = tuple(part for part in args.items() if part[0] != name)
+    compute = _function_at_zero.__wrapped__ if first_tensor(others) is not None else _function_at_zero
+    return compute(operation.op, name, others, args[name].dtype, args[name].device)
+
+
+@cache
+def _function_at_zero(
+    op: operations.Op, name: str, others: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: torch.device
+) -> _AtZero:
+    zero = torch.zeros((), dtype=dtype, device=device)
+    function = Operation(op, operations.operator_name(op), {name: zero, **dict(others)})
+    value = cast("Tensor", function.repeat())
+    slope = derivative(function, torch.zeros_like(value))
+    is_finite, is_shifted = bool(torch.isfinite(value).all()), bool(value.any())
+    return _AtZero(value, slope if slope.dim() else float(slope), is_finite, is_shifted)
 
 
 def without_rule(visit: Visit, unknown: Unknown) -> graph.Gradients:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MethodError, did_you_mean
-from ..hooks.autograd_graph import is_tracing
 from ..hooks.operations import norms_over
 from ..hooks.rectifiers import table
 from ..validation import check_number, described
@@ -46,7 +45,8 @@ class LinearOperation:
         unit: The factors of the batch norm by which the operation is divided; None for 1.
         bound: The function from a bound of the model's input, a number or one per channel, to the bound of this input,
             for the rule z-box at the first layer; else None.
-        is_rectified: Whether the input is the result of a rectifier, so that no number is negative.
+        is_nonnegative: Whether no input is negative, because rectifiers, and perhaps sums, pools and views, compute it.
+        is_rectified: Whether, in addition, G at inputs of zero may be huge, since it is not rounded to half precision.
         is_positive: Whether the relevance is 0 where the output is not positive, because only a rectifier reads it.
         shared: Values that the walks of several targets share, by name; None for a single target.
     """
@@ -60,6 +60,7 @@ class LinearOperation:
     find_output: Callable[[], Tensor] | None = None
     unit: Tensor | None = None
     bound: Callable[[float | Sequence[float]], Tensor] | None = None
+    is_nonnegative: bool = False
     is_rectified: bool = False
     is_positive: bool = False
     shared: dict[str, tuple[Tensor, Tensor]] | None = None
@@ -68,16 +69,6 @@ class LinearOperation:
     def output(self) -> Tensor:
         """The output z. It may be a tensor of the forward."""
         return self.run(self.input, self.weight, self.bias) if self.find_output is None else self.find_output()
-
-    @cached_property
-    def is_nonnegative(self) -> bool:
-        """Whether all inputs are at least 0, as after a ReLU, or the input is empty, as for a box without candidates.
-
-        In a program, whose values cannot be read, it is True only for the result of a rectifier.
-        """
-        if self.is_rectified or is_tracing():
-            return self.is_rectified
-        return self.input.numel() == 0 or float(self.input.amin()) >= 0
 
     @cached_property
     def scale(self) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +28,11 @@ from ..io.axes import at_least_float32
 Edge = tuple[Node, int]
 # Fractions of the score below this are rounding errors.
 _ROUNDING = 1e-5
+# Operations, besides views and sums, whose result is not negative if no operand is, and 0 only where all operands are.
+_POOLS = frozenset(
+    {"max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "mean", "_adaptive_avg_pool2d"}
+    | {"_adaptive_avg_pool3d", "sum", "cat", "stack", "constant_pad_nd", "clone"}
+)
 _MOVES = operations.MOVES | {"clone", "copy", "_to_copy", "upsample_nearest2d"}
 
 
@@ -70,7 +75,7 @@ class ChannelFactors(NamedTuple):
     Attributes:
         scale: The factors.
         shift: The constants.
-        relative: The constants divided by the factors, if these are all positive; else None.
+        relative: The constants divided by the factors; None if the norm is not divided by its factors.
     """
 
     scale: Tensor
@@ -118,6 +123,7 @@ class CallGraph:
         self.reads: dict[Node, list[bool]] = {}
         self.users: Counter[tuple[Node | None, int]] = Counter()
         self.linear: dict[Node, None] = {}
+        self._scales: list[Tensor] = []  # of batch norms with equal options
         self.attention: list[Node] = []
         for node, operation in self.operations.items():
             self.next[node] = edges = next_functions(node)
@@ -164,6 +170,20 @@ class CallGraph:
         return after - {first}
 
     @cached_property
+    def rectified(self) -> set[Node | None]:
+        """The rectifiers, and the operations that only pool, add or move their results, so that none is negative."""
+        rectified: set[Node | None] = set()
+        for node, operation in reversed(self.operations.items()):
+            if operation is None or is_rectifier(node, operation):
+                rectified.update([node] if operation else ())
+                continue
+            args, operands = operation.kept_args, self.operands[node]
+            is_sum = operation.name == "add" and len(operands) == 2 and args.get("alpha", 1) == 1
+            is_pool = is_sum or (operation.name in _POOLS and not args.get("value")) or operations.is_view(operation.op)
+            rectified.update([node] if is_pool and rectified.issuperset(operands) else ())
+        return rectified
+
+    @cached_property
     def channel_factors(self) -> dict[Node, ChannelFactors]:
         """The factors of the batch norms with constant statistics. Norms with equal options are computed at once."""
         groups: defaultdict[Any, dict[Node, list[Tensor]]] = defaultdict(dict)
@@ -178,17 +198,31 @@ class CallGraph:
                 bias = torch.zeros_like(var) if args["bias"] is None else args["bias"]
                 options = var.device, var.dtype, args.get("eps", args.get("epsilon"))
                 groups[options][node] = [var, args["running_mean"], weight, bias]
-        factors = {}
+        factors = dict[Node, ChannelFactors]()
         for (*_, eps), norms in groups.items():
             var, mean, weight, bias = (at_least_float32(torch.cat(rows)) for rows in zip(*norms.values(), strict=True))
             scale = (var + eps).rsqrt() * weight
             shift = bias - mean * scale
-            sizes, lowest = [len(var) for var, *_ in norms.values()], float(scale.min())
-            parts = zip(norms, *(whole.split(sizes) for whole in (scale, shift, shift / scale)), strict=True)
-            for node, factor, constant, relative in parts:
-                is_positive = lowest > 0 or float(factor.min()) > 0
-                factors[node] = ChannelFactors(factor, constant, relative if is_positive else None)
+            self._scales.append(scale)
+            sizes = [len(var) for var, *_ in norms.values()]
+            parts = (whole.split(sizes) for whole in (scale, shift, shift / scale))
+            factors |= dict(zip(norms, starmap(ChannelFactors, zip(*parts, strict=True)), strict=True))
         return factors
+
+    @cached_property
+    def positive_norms(self) -> set[Node]:
+        """The batch norms of `channel_factors` whose factors are all positive."""
+        scales = [factors.scale for factors in self.channel_factors.values()]
+        if all(float(whole.min()) > 0 for whole in self._scales):
+            return {*self.channel_factors}
+        lowest = torch.stack([scale.min().to(scales[0].device) for scale in scales]).tolist()
+        return {node for node, least in zip(self.channel_factors, lowest, strict=True) if least > 0}
+
+
+def is_rectifier(node: Node, operation: operations.Operation) -> bool:
+    """Return whether a node is a ReLU or ReLU6, whose result is nowhere negative."""
+    is_clamp = operation.name == "hardtanh" and operation.kept_args.get("min_val", -1) == 0
+    return (operation.name == "relu" or is_clamp) and type(node).__name__ != "CopySlices"
 
 
 class Walk:
@@ -204,13 +238,13 @@ class Walk:
     Attributes:
         x: The image (N, C, H, W), as the leaf of the graph.
         graph: The graph.
-        relevance: The relevance of the image (N, C, H, W).
+        relevance: The relevance of the image (N, C, H, W), after `balance`.
         gradient: G at the image (N, C, H, W); None if nothing arrives.
         watched_relevance: The relevance of the watched tensors, by name, in their shapes.
         watched: The names of the watched tensors by edge.
         rule: The rule.
-        ledger: The parts (N,) of the scores, by name: the input, and each kind of absorbed relevance.
-        missing: (N,) the scores minus the sum of the ledger.
+        ledger: The parts (N,) of the scores, by name: the input, and each kind of absorbed relevance; after `balance`.
+        missing: (N,) the scores minus the sum of the ledger, after `balance`.
         handled: The number of operations by kind and rule.
         holds_relevance: The nodes with a single result at which relevance arrives instead of G.
         merged: The factors and constants that are merged into a watched tensor, by edge.
@@ -256,14 +290,17 @@ class Walk:
                 self._visit(node)
                 if self._frees:
                     self.graph.record.free(node)
-        self.gradient, fixed = self._arrived.get(self.graph.end), self._fixed.get(self.graph.end)
-        fixed = torch.zeros_like(self.grads.x) if fixed is None else fixed
-        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, self.grads.x, self.gradient)
-        self._balance()
+        self.gradient = self._arrived.get(self.graph.end)
         return self
 
-    def _balance(self) -> None:
-        """Set the ledger. If shapes are ambiguous, choose the reading with which it holds the score of each image."""
+    def balance(self) -> Walk:
+        """Set the relevance and the ledger, and return this walk.
+
+        If shapes are ambiguous, choose the reading with which the ledger holds the score of each image.
+        """
+        fixed = self._fixed.get(self.graph.end)
+        fixed = torch.zeros_like(self.grads.x) if fixed is None else fixed
+        self.relevance = fixed if self.gradient is None else torch.addcmul(fixed, self.grads.x, self.gradient)
         scores, tried = at_least_float32(self.grads.scores), []
         for reading in self._readings:
             self._reading = reading
@@ -273,6 +310,7 @@ class Walk:
             rounding = _ROUNDING * float(scores.abs().max())
             self._reading = min(self._readings, key=lambda i: max(rounding, float(tried[i][1].abs().max())))
         self.ledger, self.missing = tried[self._reading]
+        return self
 
     def _visit(self, node: Node) -> None:
         edges = list(zip(repeat(node), range(len(self.graph.specs[node]))))

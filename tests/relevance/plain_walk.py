@@ -16,4 +16,4 @@ class PlainWalk(TracedAttribution):
 
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Walk the graph of the forward."""
-        return BatchAttribution(Walk(grads, Visit.plain).run().relevance, grads.scores)
+        return BatchAttribution(Walk(grads, Visit.plain).run().balance().relevance, grads.scores)

@@ -43,6 +43,17 @@ def _cut(*, bias: bool) -> nn.Sequential:
     return nn.Sequential(nn.Threshold(0.8, 0.0), nn.Conv2d(3, 4, 3, padding=2, bias=bias), nn.ReLU())
 
 
+class Pools(nn.Module):
+    """The mean and the maximum of windows after a ReLU, added or subtracted: rectified, or of both signs."""
+
+    def __init__(self, sign: int) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(F.avg_pool2d(x.relu(), 2), F.max_pool2d(x.relu(), 2), alpha=self.sign)
+
+
 NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
     "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.SiLU()),
     "without bias": lambda: nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Conv2d(4, 2, 3, bias=False)),
@@ -57,6 +68,8 @@ NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
     "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3, stride=2), _norm(4, is_positive=True), nn.ReLU()),
     "zero inputs": lambda: _cut(bias=True),
     "zero inputs without bias": lambda: _cut(bias=False),
+    "sums of pools": lambda: nn.Sequential(nn.Conv2d(3, 4, 2), Pools(1), nn.Conv2d(4, 4, (1, 2)), nn.ReLU()),
+    "differences of pools": lambda: nn.Sequential(nn.Conv2d(3, 4, 2), Pools(-1), nn.Conv2d(4, 4, (1, 2)), nn.ReLU()),
     "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(90, 7), nn.ReLU(), nn.Linear(7, 5), nn.Tanh()),
     "linear without bias": lambda: nn.Sequential(nn.Flatten(), nn.Linear(90, 7, bias=False), nn.ReLU()),
     "rows": lambda: nn.Sequential(nn.Flatten(2), nn.Linear(30, 7), nn.GELU(), nn.Linear(7, 5, bias=False)),
