@@ -176,7 +176,7 @@ def test_the_lines_of_libtiff_stay_off_the_terminal(tmp_path: Path) -> None:
     read = "try: open_image(file)\nexcept ImageError: print('refused')"
     start = "from saliency.cli import main; main(); print('started', file=sys.stderr, flush=True)"
     code = f"import sys\nfrom saliency.io.inputs import *\nfile = sys.argv.pop(1)\n{read}\n{start}\n{read}"
-    command = [sys.executable, "-c", code, file, "--version"]
+    command = [sys.executable, "-c", code, str(file), "--version"]
     told = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     assert re.fullmatch(r"refused\n.*\nrefused\n", told.stdout)
     before, after = told.stderr.split("started\n")
