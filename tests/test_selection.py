@@ -10,15 +10,16 @@ import pytest
 
 from saliency import METHODS
 from tests.conftest import pytest_collection_modifyitems
-from tests.selection import of_each_family
+from tests.selection import family_of, of_each_family
 
 
 def test_one_method_of_each_family_runs_by_default() -> None:
     cases = of_each_family()
     assert sorted(case.values[0] for case in cases) == sorted(METHODS)
-    chosen = [METHODS[case.values[0]].__module__ for case in cases if not case.marks]
+    chosen = [family_of(case.values[0]) for case in cases if not case.marks]
     assert len(chosen) == len(set(chosen))
-    assert set(chosen) == {method.__module__ for method in METHODS.values()}
+    assert set(chosen) == set(map(family_of, METHODS))
+    assert family_of("chefer_lrp") == family_of("attention_rollout") == "saliency.methods.token_attention"
 
 
 @pytest.mark.parametrize("runs_all", [False, True])

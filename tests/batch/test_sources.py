@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -82,13 +84,17 @@ def test_links_to_folders_are_followed_once_and_loops_end(tmp_path: Path) -> Non
     assert names(find_images([tmp_path / "in"], recursive=True), tmp_path) == ["in/a/x.png", "in/b/y.png"]
 
 
-def test_a_tree_of_600_levels_is_searched(tmp_path: Path) -> None:
-    inside = tmp_path
-    for _ in range(600):
-        inside = inside / "d"
-        inside.mkdir()
+def test_a_tree_is_searched_with_one_nested_call_for_each_level(tmp_path: Path) -> None:
+    inside = tmp_path.joinpath(*["d"] * 120)
+    inside.mkdir(parents=True)
     (inside / "x.png").touch()
-    assert len(find_images([tmp_path], recursive=True)[0].folder) == 600
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
+    try:
+        (found,) = find_images([tmp_path], recursive=True)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert len(found.folder) == 120
 
 
 def test_a_folder_with_an_image_suffix_is_a_failure_and_is_searched(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ COMMANDS = {
             "-m",
             "grad_cam",
             "--seconds",
-            "1",
+            "0.1",
             "--out",
             "card.html",
             "--out",

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ def _measure(metric: type[Metric], explanation: Explanation, x: Tensor, **change
     return metric(**options).measure(explanation, **{**context, **changed})
 
 
+@cache
+def _of_two_images(metric: type[Metric]) -> Measurement:
+    """The measurement that several checks compare with another one."""
+    return _measure(metric, _explanation(), images(2), chunk=7)
+
+
 @_check
 def _documented(metric: type[Metric]) -> None:
     """The docstring has a summary, the shape and units of the values, and a source."""
@@ -66,7 +72,7 @@ def _documented(metric: type[Metric]) -> None:
 @_check
 def _shapes(metric: type[Metric]) -> None:
     """There is one value per image, and the error, the controls and the curve have the shapes that are documented."""
-    result = _measure(metric, _explanation(), images(2))
+    result = _of_two_images(metric)
     rows = [result.values, *(part for control in result.controls.values() for part in control)]
     rows += [] if result.error is None else [result.error]
     require(all(row.shape == (2,) and row.dtype == torch.float64 for row in rows), "expected (N,) of float64")
@@ -81,20 +87,20 @@ def _images_alone(metric: type[Metric]) -> None:
     """The values of a batch equal the values of its images, measured one at a time."""
     x, together = images(2), _explanation()
     values = [_measure(metric, together[i], x[i : i + 1]).values for i in range(2)]
-    require_same(torch.cat(values), _measure(metric, together, x).values, "images measured alone", rounding=1e-4)
+    require_same(torch.cat(values), _of_two_images(metric).values, "images measured alone", rounding=1e-4)
 
 
 @_check
 def _seeded(metric: type[Metric]) -> None:
     """The same seed gives the same values."""
-    first, second = (_measure(metric, _explanation(), images(2), chunk=2).values.nan_to_num() for _ in range(2))
-    require(torch.equal(first, second), "two calls differ")
+    first, second = _of_two_images(metric).values, _measure(metric, _explanation(), images(2), chunk=7).values
+    require(torch.equal(first.nan_to_num(), second.nan_to_num()), "two calls differ")
 
 
 @_check
 def _chunks(metric: type[Metric]) -> None:
     """The values do not depend on the number of passes per chunk."""
-    first, second = (_measure(metric, _explanation(), images(2), chunk=size).values for size in (1, 7))
+    first, second = _measure(metric, _explanation(), images(2), chunk=1).values, _of_two_images(metric).values
     require_same(second.nan_to_num(), first.nan_to_num(), "chunks of 7 instead of 1", rounding=1e-4)
 
 

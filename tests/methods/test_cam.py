@@ -38,6 +38,7 @@ from saliency.methods.cam import LayerCombination, principal_map
 from saliency.testing import images, tiny_model, tiny_transformer
 from saliency.testing.case import tiny_model_for
 from tests.models import OwnForward, PooledNet, small_vit
+from tests.selection import of_each_family
 
 CLASSES = [3, 0]
 
@@ -500,7 +501,7 @@ class InParts(nn.Module):
         return torch.cat([self.inner(part) for part in x.chunk(2)])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", of_each_family())
 @pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
 def test_a_model_that_runs_a_batch_in_parts_gets_a_map_for_each_image_or_an_error(name: str) -> None:
     method, targets = METHODS[name], [0, 1, 2, 0]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed import LEAST_ERRORS, compared, margin, shares
+from tests.selection import of_each_family
 
 QUICK: dict[str, dict[str, Any]] = {"integrated_gradients": {"steps": 8}}
 SLOW = ("integrated_gradients", "deep_lift", "vit_cx")
@@ -37,9 +38,10 @@ def marks(network: str, method: str) -> list[pytest.MarkDecorator]:
 
 
 CASES = [
-    pytest.param(network, method, marks=marks(network, method))
+    pytest.param(network, method, marks=[*each.marks, *marks(network, method)])
     for network in (VIT, TWO_TOWER)
-    for method in compared()
+    for each in of_each_family(compared())
+    for method in each.values
     if method != "full_grad"  # takes 10 seconds
 ]
 

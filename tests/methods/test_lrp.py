@@ -253,7 +253,7 @@ def test_patches_are_the_output_of_the_first_linear_operation(name: str, cls: ty
     )
 
 
-@pytest.mark.parametrize("cls", [LRP, AttnLRP, CPLRP])
+@pytest.mark.parametrize("cls", [LRP, AttnLRP, pytest.param(CPLRP, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_a_patch_embedding_are_the_default(name: str, cls: type[LRP | AttnLRP]) -> None:
     """Convolutional networks, and those whose attention reads features of convolutions, are read at pixels."""

@@ -102,7 +102,7 @@ def test_a_map_of_rounding_errors_or_zeros_warns(scale: float, message: str, nam
 @pytest.mark.filterwarnings("error::saliency.errors.SaliencyWarning")
 @pytest.mark.filterwarnings("ignore:.*(no ReLU|biases|the fractions|converge|varied|steps|residual)")
 @pytest.mark.parametrize("target", [1, saliency.probability(1)], ids=["class", "probability"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", of_each_family())
 def test_a_map_of_a_normal_network_is_not_called_rounding(target: Any, name: str) -> None:
     cls = METHODS[name]
     method = cls(tiny_model_for(cls)(), **cls.preview_options)

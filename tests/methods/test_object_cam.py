@@ -18,6 +18,7 @@ from saliency.errors import MethodError, TargetError
 from saliency.methods.rise import RandomMasks
 from saliency.testbed import draw_scenes
 from tests.models import HeadsDetector, LevelDetector, PoseNet, cells
+from tests.selection import case
 
 EDGES = ((torch.maximum, slice(0, 2)), (torch.minimum, slice(2, 4)))
 SCENES = draw_scenes(3, task="several", seed=1)
@@ -40,7 +41,7 @@ def test_a_box_is_explained_at_all_layers_that_enter_the_head(name: str, method:
     assert found.values.abs().max() > 0
 
 
-@pytest.mark.parametrize("method", ["fcos_resnet50_fpn", "retinanet_resnet50_fpn"])
+@pytest.mark.parametrize("method", ["fcos_resnet50_fpn", case("retinanet_resnet50_fpn", by_default=False)])
 def test_all_levels_of_a_pyramid_enter_the_head_of_torchvision(method: str) -> None:
     detection = pytest.importorskip("torchvision").models.detection
     torch.manual_seed(0)
@@ -219,7 +220,7 @@ def plain_similarity(box: Tensor, own: Tensor, candidates: tuple[Tensor, Tensor,
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("debiased", [True, False])
 def test_d_rise_equals_a_plain_loop_over_masks_and_candidates(name: str, debiased: bool) -> None:
-    passes, x = 24, X[:1]
+    passes, x = 10, X[:1]
     options: dict[str, Any] = {"passes": passes, "grid": 4, "seed": 3, "chunk": 7, "debiased": debiased}
     objects = [saliency.box(index=at) for at in range(2)]
     found = DRISE(network(name), **options).attribute_classes(x, objects)
@@ -274,7 +275,7 @@ def test_one_box_of_each_image_equals_single_calls(cls: Any, name: str, options:
 
 
 def test_d_rise_stops_at_its_tolerance_and_has_no_zero_map_when_detections_vanish() -> None:
-    method = DRISE(network("shapes_detector"), tolerance=0.5, visible=0.1, passes=4000)
+    method = DRISE(network("shapes_detector"), tolerance=0.8, visible=0.1, passes=4000)
     found = method.attribute(X[:1], saliency.box())
     assert found.run_stats[0].stopped == "tolerance"
     assert found.values.abs().max() > 0
@@ -343,8 +344,9 @@ class PlainSearch:
     ("name", "mode", "group_size", "trials"),
     [
         ("shapes_detector", "deletion", 1, 2),
-        *(("shapes_queries", "insertion", r, 4) for r in (1, 2, 3)),
-        ("shapes_queries", "insertion", 1, 16),
+        *(("shapes_queries", "insertion", r, 4) for r in (1, 3)),
+        pytest.param("shapes_queries", "insertion", 2, 4, marks=pytest.mark.slow),
+        pytest.param("shapes_queries", "insertion", 1, 16, marks=pytest.mark.slow),
         ("shapes_queries", "deletion", 2, 4),
     ],
 )

@@ -16,6 +16,7 @@ from saliency.errors import MethodError, TargetError
 from saliency.methods import pairs
 from saliency.testing import Snapshot, images, tiny_model, tiny_model_for, tiny_transformer
 from tests.models import LinearModel, Packed
+from tests.selection import of_each_family
 
 A, B = images(1), images(1, seed=2)
 
@@ -38,7 +39,7 @@ class Calls:
 
 
 @pytest.mark.filterwarnings("ignore::saliency.errors.SaliencyWarning")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", of_each_family())
 def test_a_pair_has_the_maps_of_two_single_calls(name: str) -> None:
     cls = METHODS[name]
     method = cls(tiny_model_for(cls)(), **cls.preview_options)

@@ -17,6 +17,7 @@ from saliency.attribution.estimates import generator
 from saliency.testing import tiny_model
 from saliency.testing.case import tiny_model_for
 from saliency.testing.unchanged import Snapshot
+from tests.selection import of_each_family
 
 TWO_AXES = "is defined for images of two spatial axes, and the input has 3"
 IMAGES_ONLY = {"extremal_perturbation", "xrai"}
@@ -63,7 +64,7 @@ def method_of(name: str, model: nn.Module, **options: Any) -> Attribution:
     return METHODS[name](model, **{**METHODS[name].preview_options, **OPTIONS.get(name, {}), **options})
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", of_each_family())
 def test_a_method_explains_a_volume_or_says_that_it_is_for_images(name: str, tmp_path: Path) -> None:
     model = inflated(tiny_model_for(METHODS[name])(), flat=False)
     x = volume()

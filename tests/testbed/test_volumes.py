@@ -30,7 +30,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "occlusion": {"window": 8, "stride": 8},
 }
 REFUSED = {name for name, cls in METHODS.items() if cls.needs.attention} | {"extremal_perturbation", "xrai"}
-SLOW = {"d_rise", "lime"}
+SLOW = {"d_rise", "lime", "rise"}
 # Within two standard errors on six volumes: benchmarks/results/testbed_volumes.md has more volumes and passes.
 UNCLEAR = {
     *("eigen_cam", "vanilla_gradient", "deconvnet", "smooth_grad", "smooth_grad_squared", "var_grad", "deep_shap"),

@@ -27,11 +27,15 @@ CELLS = {
         ("internvl", "guided_backprop", "refused"),
     ],
 }
+SLOW = {"MONAI resnet10", "torchvision r3d_18"}
+CASES = [
+    pytest.param(table, *cell, marks=[pytest.mark.slow] * (cell[0] in SLOW))
+    for table, cells in CELLS.items()
+    for cell in cells
+]
 
 
-@pytest.mark.parametrize(
-    ("table", "kind", "method", "verdict"), [(table, *cell) for table, cells in CELLS.items() for cell in cells]
-)
+@pytest.mark.parametrize(("table", "kind", "method", "verdict"), CASES)
 def test_a_method_gives_a_map_or_says_why_not(table: str, kind: str, method: str, verdict: str) -> None:
     # Its libraries take seconds to import.
     module = pytest.importorskip(f"benchmarks.zoo_{table}", exc_type=ImportError)
