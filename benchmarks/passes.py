@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import time
 import warnings
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,13 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import saliency
+from benchmarks.memory import growth, in_new_processes
 from benchmarks.timing import Contender, interleaved, ratio, verdict, wall_ratio
+from saliency.attribution.allocator import keep_memory
 from saliency.attribution.base import Attribution
+from saliency.model.call import keep_small_heap
 
 SIZES = (1, 2, 4, 8, 16)
 PHOTOS = ("astronaut", "camera", "chelsea", "coffee", "rocket")
 NETWORKS = ("resnet50", "efficientnet_lite0")
 MASKS = 128
+KEPT = 32  # the passes of a loop that keeps freed memory
 WINDOWS = 169  # the forwards of an occlusion with window 32 and stride 16
 
 
@@ -116,6 +122,50 @@ def chunks() -> Iterator[str]:
     for name in NETWORKS:
         times = plain_times(name, backward=True)
         yield f"| {name} | {' | '.join(f'{milliseconds:.0f}' for milliseconds in times.values())} |"
+
+
+def in_kept_heap(run: Contender) -> None:
+    """Run a function while glibc keeps freed memory; then restore its limits and return free memory to the system.
+
+    The limits are those after the first call of a method, which raises the dynamic ones to their maximum.
+    """
+    assert keep_memory(), "only glibc can keep freed memory"
+    try:
+        run()
+    finally:
+        glibc = ctypes.CDLL(None)
+        for option, value in ((-3, 2**25), (-1, 2**26), (-2, 2**17)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+            glibc.mallopt(option, value)
+        glibc.malloc_trim(0)
+
+
+def kept_peak(name: str, chunk: int, backward: bool) -> float:
+    """Return the peak memory of a loop that keeps freed memory, in MiB."""
+    case = load_case(name)
+    torch.set_num_threads(1)
+    return growth(lambda: in_kept_heap(lambda: plain(case, KEPT, chunk, backward=backward)))
+
+
+def heap() -> Iterator[str]:
+    """Yield the time and the peak memory of loops that keep freed memory until their end, by chunk size."""
+    yield f"\n### {KEPT} plain passes that keep freed memory: ratio to the best loop that does not, and peak\n"
+    keep_small_heap()  # as the first call of a method does
+    sizes = SIZES[2:]
+    columns = (f"in chunks of {size}" for size in sizes)
+    yield header("network", "passes", *columns, *(f"MiB of {size}" for size in sizes), "target of the best")
+    for (name, goal), backward in product(
+        (("resnet50", 0.88), ("vgg16", 0.95), ("efficientnet_lite0", 0.95)), (True, False)
+    ):
+        case = load_case(name)
+        loops = {str(size): partial(plain, case, KEPT, size, backward=backward) for size in sizes}
+        contenders = {"plain": plain_passes(case, KEPT, backward=backward)}
+        contenders |= {size: partial(in_kept_heap, loop) for size, loop in loops.items()}
+        timings = interleaved(contenders, 60, warm_up=False)
+        ratios = [ratio(timings[size], timings["plain"]) for size in loops]
+        peaks = in_new_processes(kept_peak, [(name, size, backward) for size in sizes], 2**25)
+        cells = [f"{measured:.3f}" for measured in ratios] + [f"{peak:.0f}" for peak in peaks]
+        kind = "forward and backward" if backward else "forward"
+        yield f"| {name} | {kind} | {' | '.join(cells)} | {verdict(min(ratios), goal)} |"
 
 
 def score_cam() -> Iterator[str]:
@@ -267,7 +317,7 @@ def peers() -> Iterator[str]:
         yield f"| {name} | {ratio(timings['theirs'], timings['plain']):.2f} |"
 
 
-PARTS = {part.__name__: part for part in (engine, chunks, score_cam, ablation_cam, occlusion, tolerance, peers)}
+PARTS = {part.__name__: part for part in (engine, chunks, heap, score_cam, ablation_cam, occlusion, tolerance, peers)}
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import platform
 import sys
 
 # These numbers from glibc's malloc.h are part of its binary interface.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
 _NEVER = 2**30  # bytes
 _PAD = 2**26
 
@@ -17,8 +17,11 @@ def keep_memory() -> bool:
 
     By default, glibc maps each block above 32 MiB and returns it when it is freed. The system then clears and maps its
     pages again at each pass. This call raises three limits of glibc (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD).
-    They hold for the whole process and stay raised. The call can be made at any time, and repeated. Blocks of a
-    gigabyte and more are still returned.
+    They hold for the whole process and stay raised. The call can be repeated. Blocks of a gigabyte and more are still
+    returned.
+
+    Only the heap of the main thread holds blocks above 64 MiB, so threads that start after this call get no new heaps
+    (M_ARENA_MAX). Call it before any threads start.
 
     The cost: the process keeps up to 1 GiB of free memory at the end of its heap, and all free memory below a block
     that is in use. Peak memory grew by 0 to 30 %.
@@ -42,4 +45,5 @@ def keep_memory() -> bool:
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     # Before 2.35, glibc refuses a threshold above 32 MiB, but accepts a limit of 0 mapped blocks.
     is_raised = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_MAX, 0)
-    return bool(is_raised and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD))
+    is_kept = is_raised and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _PAD)
+    return bool(is_kept and mallopt(_ARENA_MAX, 1))

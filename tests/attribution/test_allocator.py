@@ -13,6 +13,7 @@ from saliency.attribution.allocator import keep_memory
 
 FAULTS = """
 import ctypes, resource, sys
+from concurrent.futures import ThreadPoolExecutor
 {first}
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
@@ -27,29 +28,33 @@ def run():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 run()
-print(run(), "torch" in sys.modules)
+counts = [run()]
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(run).result()
+    counts.append(pool.submit(run).result())
+print(*counts, "torch" in sys.modules)
 """
 
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
 
 
-def faults(first: str = "") -> int:
-    """Return the number of page faults of a second run of allocations, in a fresh process."""
+def faults(first: str = "") -> tuple[int, int]:
+    """Return the page faults of a second run of allocations, in the main thread and another one of a fresh process."""
     code = FAULTS.format(first=first)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
-    count, with_torch = result.stdout.split()
+    count, count_in_thread, with_torch = result.stdout.split()
     assert with_torch == "False"
-    return int(count)
+    return int(count), int(count_in_thread)
 
 
 @on_glibc
 @pytest.mark.slow
 def test_memory_that_is_freed_is_not_faulted_in_again() -> None:
     # Pages may be as large as 2 MiB.
-    assert faults() >= 4 * 32
+    assert min(faults()) >= 4 * 32
     keep = "from saliency.attribution.allocator import keep_memory; assert keep_memory()"
-    assert faults(keep) <= 8
-    assert faults(f"{keep} and keep_memory()") <= 8
+    assert max(faults(keep)) <= 8
+    assert max(faults(f"{keep} and keep_memory()")) <= 8
 
 
 class Library:
@@ -71,8 +76,8 @@ def test_an_older_glibc_that_refuses_the_threshold_is_told_not_to_map_at_all(mon
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.31"))
     for library, expected, kept in (
-        (Library(), [-3, -1, -2], True),
-        (Library(-3), [-3, -4, -1, -2], True),
+        (Library(), [-3, -1, -2, -8], True),
+        (Library(-3), [-3, -4, -1, -2, -8], True),
         (Library(-3, -4), [-3, -4], False),
     ):
         monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: library)
