@@ -279,8 +279,8 @@ class Batch:
 
 
 def at_once(check: Callable[..., None], *numbers: Tensor) -> None:
-    """Check the numbers of tensors (), after one transfer from the device."""
-    check(*torch.stack(numbers).tolist())
+    """Check the numbers of tensors () or (n,), after one transfer from the device."""
+    check(*torch.cat([*map(torch.flatten, numbers)]).tolist())
 
 
 def read(
