@@ -9,6 +9,7 @@ import argparse
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -53,15 +54,25 @@ class Parser(argparse.ArgumentParser):
         arguments, unknown = self.parse_known_intermixed_args(_join_whole(words))
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            flag, command = unknown[0].partition("=")[0], self.prog.split()[-1]
-            ours = "".join(matches(f"{command}:{flag}", "flags") or matches(flag, "flags"))
-            is_ours = ours.partition(" ")[0] in (*flags, "VALUE")
-            self.error(f'no option "{flag}"{f"; write {ours}" if is_ours else did_you_mean(flag, flags)}')
+            flag = unknown[0].partition("=")[0]
+            self.error(self._renamed(unknown[0], words) or f'no option "{flag}"{did_you_mean(flag, flags)}')
         if vars(arguments).get("target"):  # -t "text:a dog" "text:a cat" cat.jpg
             images = vars(arguments).get("sources") or vars(arguments).get("images") or []
             arguments.target += [word for word in images if word.startswith("text:")]
             images[:] = [word for word in images if not word.startswith("text:")]
         return arguments
+
+    def _renamed(self, word: str, words: Sequence[str]) -> str:
+        """Return how to write an option of an earlier version; empty if the command had no such option."""
+        flag, equals, value = word.partition("=")
+        written = matches(f"{self.prog.split()[-1]}:{flag}", "flags") or matches(flag, "flags")
+        option, _, form = "".join(written).partition(" ")
+        if not option or (option != "VALUE" and option not in self._option_string_actions):
+            return ""
+        value = value if equals else "".join(words[words.index(word) + 1 :][:1]) or "..."
+        before = f"{flag} {shlex.quote(value)}" if "VALUE" in option + form else flag
+        parts = (shlex.quote(part.replace("VALUE", value)) for part in (option, form) if part)
+        return f"{before} is written {' '.join(parts)}"
 
 
 def arguments_of(function: Callable[..., object], arguments: argparse.Namespace) -> dict[str, Any]:
