@@ -125,7 +125,7 @@ def chunks() -> Iterator[str]:
 
 
 def in_kept_heap(run: Contender) -> None:
-    """Run a function while glibc keeps freed memory; then restore its limits and return free memory to the system.
+    """Run a function while glibc keeps freed memory; then restore three limits and return free memory to the system.
 
     The limits are those after the first call of a method, which raises the dynamic ones to their maximum.
     """

@@ -20,8 +20,8 @@ def keep_memory() -> bool:
     They hold for the whole process and stay raised. The call can be repeated. Blocks of a gigabyte and more are still
     returned.
 
-    Only the heap of the main thread holds blocks above 64 MiB, so threads that start after this call get no new heaps
-    (M_ARENA_MAX). Call it before any threads start.
+    Only the heap of the main thread holds blocks above 64 MiB, so threads that start after this call share it, with one
+    lock (M_ARENA_MAX). Call it before any threads start: it has no effect once the process has more than eight heaps.
 
     The cost: the process keeps up to 1 GiB of free memory at the end of its heap, and all free memory below a block
     that is in use. Peak memory grew by 0 to 30 %.

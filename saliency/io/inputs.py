@@ -89,13 +89,13 @@ def read_mask(image: ImageLike) -> np.ndarray[Any, Any]:
 
     Raises:
         ImageError: The image holds labels: several values of a deep channel, several colours, or greys that are mostly
-            dark, also with 255 for ignored pixels. Mostly bright greys are a mask with soft edges.
+            dark (median below 128), also with 255 for ignored pixels. Other greys are a mask with soft edges.
     """
     mask: np.ndarray[Any, Any] = np.array(open_image(image))
     if mask.ndim == 3:
         marked = mask[inside := mask.any(-1)]  # (pixels, 3)
         if (marked != marked[:1]).any() and ((marked != marked[:, :1]).any() or np.median(marked) < 128):
-            expected = "expected black and one other: save labels == 3 of one object"
+            expected = "expected black and one other: save labels == 3 of one object, or mask > 127 of a soft mask"
             count = len(np.unique(marked, axis=0))
             raise ImageError(f"the mask has {count} colours besides black, as labels have; {expected}")
         return np.asarray(inside)
@@ -280,7 +280,8 @@ class Batch:
 
 def at_once(check: Callable[..., None], *numbers: Tensor) -> None:
     """Check the numbers of tensors () or (n,), after one transfer from the device."""
-    check(*torch.cat([*map(torch.flatten, numbers)]).tolist())
+    rows = [*map(torch.flatten, numbers)]
+    check(*(torch.cat(rows).tolist() if rows else ()))
 
 
 def read(

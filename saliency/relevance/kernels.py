@@ -247,7 +247,8 @@ def _without(op: LinearOperation, rule: AlphaBeta, magnitudes: Tensor) -> Tensor
     """Return the output, or W a if the bias is not a part; computed again if a large bias would lose digits."""
     if rule.bias or op.bias is None:
         return op.output
-    is_small = not is_tracing() and float(op.bias.abs().amax()) <= 8 * float(magnitudes.amin())
+    is_read = magnitudes.numel() > 0 and not is_tracing()
+    is_small = is_read and float(op.bias.abs().amax()) <= 8 * float(magnitudes.amin())
     return op.output - op.bias if is_small else op.run(op.input, op.weight)
 
 

@@ -698,7 +698,8 @@ def _at_zero(operation: Operation) -> _AtZero:
     """Return a pointwise operation at 0, which is computed once for all operations without other tensors."""
     name, args = _operand(operation), operation.args
     others = tuple(part for part in args.items() if part[0] != name)
-    compute = _function_at_zero.__wrapped__ if first_tensor(others) is not None else _function_at_zero
+    is_alone = graph.is_tracing() or first_tensor(others) is not None
+    compute = _function_at_zero.__wrapped__ if is_alone else _function_at_zero
     return compute(operation.op, name, others, args[name].dtype, args[name].device)
 
 

@@ -28,7 +28,8 @@ from ..io.axes import at_least_float32
 Edge = tuple[Node, int]
 # Fractions of the score below this are rounding errors.
 _ROUNDING = 1e-5
-# Operations, besides views and sums, whose result is not negative if no operand is, and 0 only where all operands are.
+# Operations, besides views and `add`, whose result is not negative if no operand is. Where the result is 0, so are the
+# elements of operands that it reads.
 _POOLS = frozenset(
     {"max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "mean", "_adaptive_avg_pool2d"}
     | {"_adaptive_avg_pool3d", "sum", "cat", "stack", "constant_pad_nd", "clone"}
@@ -173,14 +174,18 @@ class CallGraph:
     def rectified(self) -> set[Node | None]:
         """The rectifiers, and the operations that only pool, add or move their results, so that none is negative."""
         rectified: set[Node | None] = set()
+        if self.is_complex:  # a conjugate is a view
+            return rectified
         for node, operation in reversed(self.operations.items()):
             if operation is None or is_rectifier(node, operation):
-                rectified.update([node] if operation else ())
+                if operation is not None:
+                    rectified.add(node)
                 continue
             args, operands = operation.kept_args, self.operands[node]
             is_sum = operation.name == "add" and len(operands) == 2 and args.get("alpha", 1) == 1
             is_pool = is_sum or (operation.name in _POOLS and not args.get("value")) or operations.is_view(operation.op)
-            rectified.update([node] if is_pool and rectified.issuperset(operands) else ())
+            if is_pool and rectified.issuperset(operands):
+                rectified.add(node)
         return rectified
 
     @cached_property

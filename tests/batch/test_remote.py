@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from saliency.batch import BatchError
 from saliency.batch.folder_evaluation import evaluate
@@ -88,7 +89,10 @@ def test_an_address_without_images_is_an_error_with_the_reason(source: str, mess
 
 
 def test_an_evaluation_measures_images_with_masks_at_addresses(store: Any, tmp_path: Path) -> None:
-    evaluate(BUCKET, tmp_path / "out", Tiny(), metrics="relevance_rank", masks=BUCKET, device="cpu", workers=1)
+    Image.new("L", (40, 30), 255).save(tmp_path / "mask.png")
+    store.put(str(tmp_path / "mask.png"), "/bucket/masks/00.png")
+    masks = f"{BUCKET}/masks"
+    evaluate(BUCKET, tmp_path / "out", Tiny(), metrics="relevance_rank", masks=masks, device="cpu", workers=1)
     results = json.loads((tmp_path / "out" / "evaluation.json").read_text())["results"]
     assert [result["image"] for result in results] == ["00"]
 

@@ -269,6 +269,12 @@ def test_pixels_without_a_known_one_become_0() -> None:
     assert not imputed(IMAGE, torch.ones(1, 1, 8, 8, dtype=torch.bool)).any()
 
 
+def test_road_leaves_a_region_of_zeros_at_zero() -> None:
+    image, missing = torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    image[..., 7, 7], missing[..., :4, :4] = 1, True  # the only light is far from all missing pixels
+    assert torch.equal(imputed(image, missing), image)
+
+
 # Relations of all metrics of perturbed images.
 
 

@@ -281,3 +281,19 @@ def test_a_product_over_no_inputs_has_no_relevance(rule: str) -> None:  # as of 
 
     method = LRP(model, composite={"linear": RULES[rule][0]})
     torch.testing.assert_close(method.attribute(x, target).values, method.attribute(x, 0).values)
+
+
+def test_an_expert_without_tokens_has_no_relevance() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens, is_second = x.flatten(1), torch.zeros(len(x), dtype=torch.bool)
+            return torch.cat([self.first(tokens[~is_second]), self.second(tokens[is_second])])
+
+    x, model = torch.rand(2, 6, 1, 1, dtype=torch.double), Experts()
+    composite = {"linear": ZPlus(bias=False)}
+    alone = LRP(nn.Sequential(nn.Flatten(), model.first), composite=composite).attribute(x, 0)
+    torch.testing.assert_close(LRP(model, composite=composite).attribute(x, 0).values, alone.values)

@@ -120,7 +120,7 @@ def _solved(equations: _PixelEquations, x: Tensor, missing: Tensor) -> Tensor:
     present = pad(x, (0, 1, 0, 1)) * known
     right = equations.residual(present)
     goal = TOLERANCE**2 * _products(right, right)
-    solution = equations.interpolated(present).clone()
+    solution = torch.where(goal > 0, equations.interpolated(present), present)  # among zeros, the solution is zero
     residual = equations.residual(solution).clone()
     step, old = torch.zeros_like(residual), torch.ones_like(goal)
     # A solved system does not change, so that its result does not depend on the other systems.
@@ -167,14 +167,14 @@ class _PixelEquations:
         self._coarse = _PixelEquations(images[..., ::2, ::2]) if max(self.size) > 3 else None
 
     def hide(self, counts: Tensor) -> None:
-        """Set the number of present pixels in each pixel (k, 1, H + 1, W + 1)."""
+        """Set which pixels are missing, from the number of present pixels in each (k, 1, H + 1, W + 1)."""
         self._counts, self._missing = counts.clamp(min=1), (counts == 0) * self._inside
         self._weights, self._any_missing = self._missing / self._total, bool(self._missing.any())
         if self._coarse:
             self._coarse.hide(_halved(counts))
 
     def residual(self, images: Tensor) -> Tensor:
-        """Return the difference of the weighted sum of the neighbours of each missing pixel to the pixel."""
+        """Return, for each missing pixel, the weighted sum of its neighbours minus the weighted pixel; 0 elsewhere."""
         self._values.copy_(images)
         return self._summed().addcmul_(self._total, images, value=-1).mul_(self._missing)
 
