@@ -71,7 +71,7 @@ def row(name: str, batch: int, method: saliency.Attribution, rate: float) -> str
     explanation, exact = fast.attribute(x), method.attribute(x)
     first = time.process_time() - start
     difference = float((explanation.values - exact.values).abs().max() / exact.values.abs().max())
-    times = interleaved({"eager": lambda: method.attribute(x), "compiled": lambda: fast.attribute(x)}, 30)
+    times = interleaved({"eager": lambda: method.attribute(x), "compiled": lambda: fast.attribute(x)}, 15)
     eager, share = min(times["eager"].cpu), ratio(times["compiled"], times["eager"])
     with FlopCounterMode(display=False) as operations:
         method.attribute(x)
@@ -95,7 +95,7 @@ def metric_row(name: str, method: saliency.Attribution, steps: int = 24) -> str:
     )
     first = time.process_time() - start
     runs = {"eager": partial(values, method, explanation), "compiled": partial(values, fast, explanation)}
-    times = interleaved(runs, 30)
+    times = interleaved(runs, 15)
     figures = f"{1000 * min(times['eager'].cpu):.0f} | {ratio(times['compiled'], times['eager']):.2f} | "
     return f"| {name} | 1 | deletion, insertion | {figures} | {difference:.0e} | {first:.0f} |"
 
