@@ -460,7 +460,7 @@ class Attribution(HasOptions, ABC):
         evidence = {name: entry for name, entry in result.evidence.items() if entry is not None}
         probabilities = list(map(attrgetter("probability"), asked))
         if None not in probabilities:
-            # Of one image, without a copy.
+            # The probability of a single image is not copied, which saves an operation.
             rows = probabilities[0][None] if len(asked) == 1 else torch.stack(probabilities)
             evidence["probabilities"] = rows.to(values.device)
         if isinstance(batch, Answer) and "token_shares" in evidence:

@@ -63,7 +63,10 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def _renamed(self, word: str, words: Sequence[str]) -> str:
-        """Return how to write an option of an earlier version; empty if the command had no such option."""
+        """Return how to write an option of an earlier version; empty if the command had no such option.
+
+        It repeats the value of the user: "write VALUE without an option" would name a word that the user never wrote.
+        """
         flag, equals, value = word.partition("=")
         written = matches(f"{self.prog.split()[-1]}:{flag}", "flags") or matches(flag, "flags")
         option, _, form = "".join(written).partition(" ")

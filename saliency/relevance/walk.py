@@ -177,14 +177,12 @@ class CallGraph:
         if self.is_complex:  # a conjugate is a view
             return rectified
         for node, operation in reversed(self.operations.items()):
-            if operation is None or is_rectifier(node, operation):
-                if operation is not None:
-                    rectified.add(node)
+            if operation is None:
                 continue
             args, operands = operation.kept_args, self.operands[node]
             is_sum = operation.name == "add" and len(operands) == 2 and args.get("alpha", 1) == 1
             is_pool = is_sum or (operation.name in _POOLS and not args.get("value")) or operations.is_view(operation.op)
-            if is_pool and rectified.issuperset(operands):
+            if is_rectifier(node, operation) or (is_pool and rectified.issuperset(operands)):
                 rectified.add(node)
         return rectified
 
