@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from saliency.attribution.base import Attribution, summary
-from saliency.cli.lists import paper
+from saliency.cli.commands import paper
 from saliency.methods import METHODS
 
 PAGE = Path(__file__).parent.parent / "docs" / "choosing-a-method.md"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import saliency
 from benchmarks.timing import Contender, interleaved, ratio, verdict
 from saliency import Attribution, GradCAM, VanillaGradient
-from saliency.attribution.heatmap import heatmap
+from saliency.attribution.explanation import heatmap
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity
 from saliency.evaluation.metrics.method_metrics import MPRT, layers_from_the_top
 from saliency.evaluation.metrics.road import ROAD

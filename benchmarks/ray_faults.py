@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from saliency import Preprocess
 from saliency.batch import Progress, batch
-from saliency.batch.manifest import FILES, MANIFEST, read_rows
+from saliency.batch.store import IMAGE_FILES, MANIFEST, read_rows
 
 WORKERS = 4
 
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         batch(source, there, Small(), engine="ray", workers=WORKERS, batch_size=8, on_progress=kill_now_and_then)
         seconds = time.perf_counter() - start
         rows = [row for row, _ in read_rows(there / MANIFEST)]
-        names = [row[name] for row in rows for name in FILES if row[name]]
+        names = [row[name] for row in rows for name in IMAGE_FILES if row[name]]
         lost = options.photos - sum(row["error"] is None for row in rows)
         different = [name for name in names if (there / name).read_bytes() != (here / name).read_bytes()]
         if different:

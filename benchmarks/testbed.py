@@ -34,7 +34,7 @@ from torch import Tensor
 import saliency
 from benchmarks.train_testbed import HELD_OUT, camera_effects, train_network, true_captions
 from saliency import METHODS, Attribution
-from saliency.attribution.heatmap import reduced_maps
+from saliency.attribution.explanation import reduced_maps
 from saliency.errors import NotApplicableError, SaliencyError
 from saliency.evaluation.comparison import holm
 from saliency.evaluation.metrics.base import control_maps, resized_within

@@ -32,7 +32,7 @@ from saliency.attribution.questions import Questions
 from saliency.errors import NotApplicableError
 from saliency.evaluation.comparison import combined_p
 from saliency.evaluation.metrics.base import SharedResults, Subject, control_maps, full_size, resized_within
-from saliency.evaluation.metrics.exact_tests import ClassTest, WeightsTest, effects, slack, untrained
+from saliency.evaluation.metrics.method_metrics import ClassTest, WeightsTest, effects, slack, untrained
 from saliency.extending import generator
 from saliency.render.scaling import smoothed
 

@@ -14,7 +14,7 @@ from .methods.occlusion import Occlusion as Occlusion
 from .methods.cam import ODAM as ODAM
 from .render.overlay import overlay as overlay
 from .render.results import figure as figure
-from .attribution.heatmap import heatmap as heatmap
+from .attribution.explanation import heatmap as heatmap
 from .targets.boxes import box as box
 from .targets.regions import region as region
 from .targets.words import words as words
@@ -36,8 +36,8 @@ from .targets.candidates import Candidates as Candidates
 # Drawing.
 from .render.overlay import cutout as cutout
 from .render.sheet import contact_sheet as contact_sheet
-from .render.volume import slices as slices
-from .render.volume import montage as montage
+from .render.figure import slices as slices
+from .render.figure import montage as montage
 from .render.figure import word_sheet as word_sheet
 from .render.scaling import shared_limit as shared_limit
 
@@ -46,14 +46,14 @@ from .attribution.base import Together as Together
 from .model.inputs import Views as Views
 from .methods.pairs import pair as pair
 from .methods.pairs import matches as matches
-from .methods.text_tokens import token_importance as token_importance
-from .methods.text_tokens import word_similarity as word_similarity
+from .methods.pairs import token_importance as token_importance
+from .methods.pairs import word_similarity as word_similarity
 from .model.answer import generate as generate
 from .inspection.attention_record import attention as attention
 from .attribution.features import features as features
 from .evaluation.ledger import ledger_table as ledger_table
-from .attribution.heatmap import significance as significance
-from .attribution.heatmap import standard_error as standard_error
+from .attribution.explanation import significance as significance
+from .attribution.explanation import standard_error as standard_error
 from .batch.folder_evaluation import evaluate as evaluate
 from .program.export import export as export
 from .explorer.server import serve as serve
@@ -75,7 +75,7 @@ from .model.dual_encoder import LateInteraction as LateInteraction
 from .attribution.explanation import Matches as Matches
 from .attribution.features import Features as Features
 from .inspection.attention_record import LayerAttention as LayerAttention
-from .methods.text_tokens import TextExplanation as TextExplanation
+from .methods.pairs import TextExplanation as TextExplanation
 from .evaluation.ledger import LedgerRow as LedgerRow
 from .evaluation.comparison import Comparison as Comparison
 from .evaluation.trust import TrustCard as TrustCard
@@ -142,4 +142,4 @@ from .methods.token_attention import CheferAttention as CheferAttention
 from .methods.token_attention import GradECLIP as GradECLIP
 from .methods.token_attention import GradientRollout as GradientRollout
 from .methods.token_attention import LeGrad as LeGrad
-from .methods.token_attention_lrp import CheferLRP as CheferLRP
+from .methods.token_attention import CheferLRP as CheferLRP

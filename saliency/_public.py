@@ -6,7 +6,7 @@ from pathlib import Path
 from . import lazy, tables
 
 # Drawing loads when the first result is shown or saved.
-tables.draw_png = lambda result: importlib.import_module(".render.notebook", __package__).notebook_png(result)
+tables.draw_png = lambda result: importlib.import_module(".render.figure", __package__).notebook_png(result)
 tables.draw_card = lambda card: importlib.import_module(".render.measurements", __package__).card_png(card)
 lazy.compiled = lambda method, mode: importlib.import_module(".program.compiled", __package__).compiled(method, mode)
 

@@ -5,8 +5,6 @@ from .evaluation.metrics.base import Metric as Metric
 from .evaluation.metrics.base import Outcome as Outcome
 from .evaluation.metrics.base import Subject as Subject
 from .evaluation.metrics.base import measure as measure
-from .evaluation.metrics.exact_tests import ClassTest as ClassTest
-from .evaluation.metrics.exact_tests import WeightsTest as WeightsTest
 from .evaluation.metrics.faithfulness import ABPC as ABPC
 from .evaluation.metrics.faithfulness import AOPC as AOPC
 from .evaluation.metrics.faithfulness import IROF as IROF
@@ -32,11 +30,13 @@ from .evaluation.metrics.map_metrics import StructuralSimilarity as StructuralSi
 from .evaluation.metrics.method_metrics import ADCC as ADCC
 from .evaluation.metrics.method_metrics import MPRT as MPRT
 from .evaluation.metrics.method_metrics import AvgSensitivity as AvgSensitivity
+from .evaluation.metrics.method_metrics import ClassTest as ClassTest
 from .evaluation.metrics.method_metrics import LocalLipschitz as LocalLipschitz
 from .evaluation.metrics.method_metrics import MaxSensitivity as MaxSensitivity
 from .evaluation.metrics.method_metrics import RandomLogit as RandomLogit
 from .evaluation.metrics.method_metrics import RelativeInputStability as RelativeInputStability
 from .evaluation.metrics.method_metrics import RelativeOutputStability as RelativeOutputStability
 from .evaluation.metrics.method_metrics import RelativeRepresentationStability as RelativeRepresentationStability
+from .evaluation.metrics.method_metrics import WeightsTest as WeightsTest
 from .evaluation.metrics.road import ROAD as ROAD
 from .evaluation.metrics.road import CombinedROAD as CombinedROAD

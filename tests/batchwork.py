@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from saliency import Preprocess
 from saliency.batch import Summary, batch
 from saliency.batch.engines import LocalEngine
-from saliency.batch.manifest import Manifest, Row, encode
 from saliency.batch.report import report
+from saliency.batch.store import Manifest, Row, encode
 
 IMPORTED: list[object] = [mpl, LocalEngine, report]
 """What a run imports lazily, imported before the processes that the tests kill."""

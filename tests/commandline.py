@@ -23,7 +23,7 @@ loaded = cache(zoo.load)
 
 def share_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """One model of each name for all commands of this process, whose answers are plain text."""
-    for module in ("batch.network", "cli.lists"):
+    for module in ("batch.network", "cli.commands"):
         monkeypatch.setattr(f"saliency.{module}.load", loaded)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)

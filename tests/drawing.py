@@ -9,9 +9,10 @@ from PIL import Image
 from torch import Tensor
 
 from saliency import METHODS
-from saliency.attribution.explanation import Explanation, Sign
+from saliency.attribution.explanation import Explanation
 from saliency.io.geometry import Frame
 from saliency.targets.question import QuestionFacts
+from saliency.validation import Sign
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:

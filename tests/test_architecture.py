@@ -201,7 +201,7 @@ def test_drawing_imports_no_method() -> None:
 def test_drawing_an_explanation_loads_no_method_and_no_metric() -> None:
     loaded_by(
         "import sys, torch, saliency\nfrom PIL import Image\nfrom saliency.io.geometry import Frame\n"
-        "from saliency.render import figure, notebook, overlay, results, sheet, volume\n"
+        "from saliency.render import figure, overlay, results, sheet\n"
         "from saliency.targets.question import QuestionFacts\n"
         "facts = {'input_size': (9, 9), 'method': 'm', 'title': 'M', 'units': 'score', 'sign': 'signed'}\n"
         "facts['frames'] = (Frame(Image.new('RGB', (9, 9)), (0.0, 0.0, 9.0, 9.0)),)\n"

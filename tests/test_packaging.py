@@ -14,7 +14,7 @@ import torch
 
 import saliency
 from saliency.batch.groups import groups
-from saliency.batch.labels import write_labels
+from saliency.batch.runs import write_labels
 from saliency.cli import main
 from saliency.errors import DependencyError, optional_import, require_own_folder
 from saliency.io.volumes import read_volume

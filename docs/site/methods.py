@@ -12,7 +12,7 @@ from pathlib import Path
 
 import saliency
 from saliency.attribution.base import Attribution, source, summary
-from saliency.cli.lists import describe
+from saliency.cli.commands import describe
 
 from .docstrings import as_markdown, entries
 from .examples import BUDGETS, example

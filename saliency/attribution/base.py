@@ -53,8 +53,8 @@ from ..model.layers import LayoutFunction, as_layout, find, layers_reading
 from ..targets.classes import Neuron, TargetLike, as_categories, is_probability
 from ..targets.language import parse_target
 from ..targets.question import Question, QuestionFacts, Target
-from ..validation import Registry, check_choice, described
-from .explanation import BatchAttribution, Explanation, Setting, Sign, joined
+from ..validation import Registry, Sign, check_choice, described
+from .explanation import BatchAttribution, Explanation, Setting, joined
 from .forward import Needs, SharedForward, TargetGradients
 from .inputs import InputExplanations, each_alone, explain_inputs
 from .options import ConvertedOption, HasOptions, Option, PerImage, PerInput, PositionalOption, is_per_input

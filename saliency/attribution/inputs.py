@@ -19,8 +19,7 @@ from ..model.call import bind_image, bound
 from ..model.inputs import Group, InputBatch, Key, ModelInputs
 from ..targets.classes import per_image
 from ..validation import described
-from .explanation import Explanation, fractions
-from .heatmap import reduced_maps
+from .explanation import Explanation, fractions, reduced_maps
 
 T = TypeVar("T")
 

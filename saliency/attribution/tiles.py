@@ -34,8 +34,7 @@ from ..targets.language import parse_target
 from ..targets.regions import Keypoint, Region
 from ..validation import check_integer
 from .base import Attribution
-from .explanation import BatchAttribution, Explanation
-from .heatmap import reduce_channels, resized
+from .explanation import BatchAttribution, Explanation, reduce_channels, resized
 from .passes import chunk_size, progress_bar
 from .questions import Questions
 

@@ -31,7 +31,6 @@ from ..calls import answer_calls
 from ..validation import SIGNS
 from .failures import BatchError, StoppedError, writing_to
 from .options import FORMATS, NetworkOptions, OutputOptions, OverlayStyle, Progress, RunOptions, Summary
-from .run import execute
 from .sources import find_images, require_images
 from .store import ManifestStore, locked
 
@@ -149,7 +148,7 @@ def batch(
             store = ManifestStore(folder, entries, network, output, run)
         if store.missing:
             from .drawing import ExplainMapper
-            from .engines import open_engine
+            from .engines import execute, open_engine
 
             with open_engine(network, run) as run_engine:
                 execute(ExplainMapper(options=network, out=folder, output=output), store, run_engine, run)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, cast
 from PIL import Image, ImageDraw
 from safetensors.torch import save
 
-from ..attribution.explanation import Explanation, pack_explanation
-from ..attribution.heatmap import heatmap
+from ..attribution.explanation import Explanation, heatmap, pack_explanation
 from ..attribution.inputs import InputExplanations
 from ..attribution.passes import listening
 from ..evaluation.metrics.base import SharedResults
@@ -28,20 +27,17 @@ from ..io.geometry import Frame, scaled_size
 from ..io.inputs import encode
 from ..io.volumes import Volume, encode_map, place_map
 from ..model.call import name_subjects
-from ..render.blending import as_drawing, frame_of, heat_image, paint
-from ..render.blending import shrink as resize_frame
-from ..render.figure import pictured, share_labels
-from ..render.overlay import encode_drawing
+from ..render.figure import anatomical_slices, pictured, share_labels
+from ..render.overlay import as_drawing, encode_drawing, frame_of, heat_image, paint
+from ..render.overlay import shrink as resize_frame
 from ..render.scaling import DIVERGING, SEQUENTIAL, ScaledMap, scale_map, shared_limit
 from ..render.sheet import INK, PAPER, ellipsised, font_for
-from ..render.volume import anatomical_slices
 from .engines import Mapper
 from .failures import attempt, error_columns, printable, unwritable
 from .listing import ImageEntry
-from .manifest import Row, make_row
 from .network import LoadedImage, Network, Results, trust_card
 from .options import OutputOptions, OverlayStyle
-from .store import file_names
+from .store import Row, file_names, make_row
 
 THUMBNAIL_SIDE = 640  # longest side, in pixels, of the image that the page shows
 THUMBNAIL_QUALITY, HEAT_QUALITY = 85, 80

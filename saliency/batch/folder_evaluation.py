@@ -21,16 +21,14 @@ from ..methods.baselines import GivenImages
 from ..model.call import name_subjects
 from ..validation import described
 from .drawing import failure_columns, write_file
-from .engines import Mapper, open_engine
+from .engines import Mapper, execute, open_engine
 from .failures import BatchError, attempt, writing_to
 from .listing import ImageEntry, merge_listing
-from .manifest import Row
 from .network import LoadedImage, Network, other_images
 from .options import NetworkOptions, OutputOptions, Progress, RunOptions, describe, fingerprint
 from .report import report
-from .run import execute
 from .sources import Paths, find_images, require_images
-from .store import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, Store, locked, read_json, remove_temporary_files
+from .store import ABOUT, EVALUATION, EVALUATION_PAGE, RESULTS, Row, Store, locked, read_json, remove_temporary_files
 
 if TYPE_CHECKING:
     from torch import nn

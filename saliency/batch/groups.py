@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ..attribution.explanation import Explanation
+from ..attribution.explanation import Explanation, reduced_maps, resized
 from ..attribution.features import features
-from ..attribution.heatmap import reduced_maps, resized
 from ..errors import optional_import, plural
 from ..evaluation.comparison import LEVEL, holm
 from ..hooks.manager import HookManager
@@ -36,10 +35,9 @@ from ..render.scaling import SEQUENTIAL, color_table
 from ..tables import Column, Table, number, share
 from ..validation import check_integer
 from .failures import BatchError
-from .manifest import write_csv
 from .report import report
 from .runs import SavedRun, figure, on_grid, write_page
-from .store import GROUPS, GROUPS_CSV
+from .store import GROUPS, GROUPS_CSV, write_csv
 
 View = Literal["channels", "places"]
 GRID = 8  # cells per edge of the map of an image

@@ -3,6 +3,8 @@
 Maps are compared on a grid over the part of the image that either network saw. The change by chance is measured by a
 yardstick: runs that differ only in what should not matter, such as the seed of the method or of the training, or
 mirrored copies of the images.
+
+`write_labels` writes the saved maps of a run as labels of FiftyOne.
 """
 
 from __future__ import annotations
@@ -29,17 +31,16 @@ from torch import Tensor, nn
 
 from ..attribution.base import Attribution, get_method
 from ..attribution.estimates import rank_correlation
-from ..attribution.explanation import Explanation
-from ..attribution.heatmap import heatmap
+from ..attribution.explanation import Explanation, heatmap
+from ..errors import errors_as, optional_import
 from ..evaluation.comparison import LEVEL, holm, sign_flip_test
 from ..io.atomic_write import durable_write
 from ..io.geometry import Box, ImageBox
 from ..tables import Column, Table, number, share
 from .failures import BatchError
-from .manifest import MANIFEST, Row, read_rows
 from .network import create_method, load_model
 from .options import NetworkOptions, OutputOptions, fingerprint
-from .store import read_listing, read_run
+from .store import MANIFEST, Row, read_listing, read_rows, read_run
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
 LEAST = 0.1  # fraction of a map that must move beyond chance; two trainings differ by less, but significantly
@@ -372,3 +373,37 @@ def _figure(change: ImageChange, folder: Path) -> str:
     moved = f"{share(change.moved)} moved, rank {number(change.rank)}"
     text = f"{change.name} by {change.method}: {' → '.join(names)}; {moved}"
     return figure("changed" * change.is_changed, overlays, text)
+
+
+LABEL_SIDE = 256  # values per edge; FiftyOne stretches a heatmap over its image
+
+
+def write_labels(folder: Path, name: str) -> int:
+    """Write each saved map of a run into a dataset of FiftyOne, and return the number of maps.
+
+    The dataset is created if it does not exist, and images that it lacks are added. A label is a `fiftyone.Heatmap` in
+    a field named after the method, such as `grad_cam`, or `grad_cam_0` for a detection. Its values are those of
+    `saliency.heatmap`, and 0 where the model did not see the image.
+
+    Raises:
+        DependencyError: FiftyOne is not installed.
+        BatchError: The folder has no maps of images, or FiftyOne has no database.
+    """
+    fiftyone = optional_import("fiftyone", "fiftyone", "--fiftyone")
+    run = SavedRun(folder)
+    with errors_as(BatchError, f"the dataset {name} of FiftyOne cannot be opened"):
+        dataset = fiftyone.load_dataset(name, create_if_necessary=True)
+    dataset.persistent = True
+    for (image, method), row in run.rows.items():
+        entry = run.entries[image]
+        try:
+            sample = dataset[entry.path]
+        except KeyError:
+            sample = fiftyone.Sample(filepath=entry.path)
+            dataset.add_sample(sample)
+        values = on_grid(run.load((image, method)), row["box"], (0, 0, row["width"], row["height"]), LABEL_SIDE)
+        low = -row["limit"] if row["sign"] == "signed" else row["floor"]
+        field = method if entry.detection is None else f"{method}_{entry.detection}"
+        sample[field] = fiftyone.Heatmap(map=values.float().numpy(), range=[low, row["limit"]])
+        sample.save()
+    return len(run.rows)

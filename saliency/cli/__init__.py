@@ -362,13 +362,13 @@ files:
     "methods": Command(
         "list the methods with their papers and costs, or describe one with its options",
         "METHOD --json",
-        "lists:methods",
+        "commands:methods",
         "examples:\n  saliency methods rise\n  saliency methods --json | jq 'map(.method)'\n",
     ),
     "layers": Command(
         "list the layers of a model: shapes, sizes, times, default layer of CAMs",
         "MODEL --image --weights --classes --preprocess --all --depth --stats --gradients --class",
-        "lists:layers",
+        "commands:layers",
         """\
 examples:
   saliency layers vgg16 --weights none --depth 1
@@ -379,7 +379,7 @@ examples:
     "models": Command(
         "list the models that can be loaded by name",
         "PATTERN --all",
-        "lists:models",
+        "commands:models",
         "examples:\n  saliency models resnet\n  saliency models 'vit_*_384'\n",
     ),
 }

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
-from ..batch.manifest import MANIFEST, manifest_csv
 from ..batch.sources import NAMED
+from ..batch.store import MANIFEST, manifest_csv
 from ..errors import MethodError, plural, visible
 from ..validation import check_number
 from .arguments import ALL, METHOD, arguments_of
@@ -203,7 +203,7 @@ def report(arguments: argparse.Namespace, screen: Screen) -> int:
         if arguments.csv:
             files.append(manifest_csv(arguments.folder))
         if arguments.fiftyone is not None:
-            from ..batch.labels import write_labels
+            from ..batch.runs import write_labels
 
             labels = write_labels(arguments.folder, arguments.fiftyone)
             screen.say(f"written: {plural(labels, 'map')} to the dataset {visible(arguments.fiftyone)} of FiftyOne")

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..attribution.explanation import Explanation
-from ..attribution.heatmap import method_titles, single_images
+from ..attribution.explanation import Explanation, method_titles, single_images
 from ..errors import RenderError
 from ..tables import Column, Table, number, share
 

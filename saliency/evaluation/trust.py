@@ -20,8 +20,7 @@ from torch import Tensor
 
 from .. import tables
 from ..attribution.base import METHODS, Attribution
-from ..attribution.explanation import Explanation
-from ..attribution.heatmap import reduced_maps
+from ..attribution.explanation import Explanation, reduced_maps
 from ..attribution.options import declared_options
 from ..errors import MethodError, SaliencyError
 from ..io.atomic_write import write_by_suffix
@@ -40,8 +39,11 @@ from .metrics.base import (
     measurements,
     resized_within,
 )
-from .metrics.exact_tests import (
+from .metrics.faithfulness import Infidelity
+from .metrics.map_metrics import RankCorrelation
+from .metrics.method_metrics import (
     CURVES,
+    AvgSensitivity,
     ClassTest,
     ExactTest,
     WeightsTest,
@@ -51,9 +53,6 @@ from .metrics.exact_tests import (
     slack,
     untrained_map,
 )
-from .metrics.faithfulness import Infidelity
-from .metrics.map_metrics import RankCorrelation
-from .metrics.method_metrics import AvgSensitivity
 
 LEVEL = 0.05
 """The largest p-value of a clear verdict."""

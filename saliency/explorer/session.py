@@ -60,9 +60,8 @@ from ..model.call import bound, run_model
 from ..model.dual_encoder import DualEncoder
 from ..model.inputs import InputBatch, requires_several, with_image
 from ..model.layers import scan_layers
-from ..render.blending import MOST_OPACITY
 from ..render.figure import as_png, input_picture
-from ..render.overlay import encode_png, overlay
+from ..render.overlay import MOST_OPACITY, encode_png, overlay
 from ..render.results import figure
 from ..render.scaling import DIVERGING, SEQUENTIAL, hex_colors, scale_map, shared_limit
 from ..targets.boxes import BoxTarget, as_place, box

@@ -2,12 +2,15 @@ from . import edit_rules as edit_rules
 from .edit import Editing as Editing
 from .edit import edit_activations as edit_activations
 from .edit import edit_gradients as edit_gradients
-from .layer_activations import activations as activations
 from .layers import LayerRow as LayerRow
 from .layers import LayerTable as LayerTable
 from .layers import layer_table as layer_table
 from .recording import ModuleCall as ModuleCall
+from .recording import Moments as Moments
 from .recording import Recording as Recording
+from .recording import TensorStatistics as TensorStatistics
+from .recording import activations as activations
+from .recording import moments as moments
 from .recording import record as record
 from .statistics import ActivationStatistics as ActivationStatistics
 from .statistics import GradientStatistics as GradientStatistics
@@ -15,6 +18,3 @@ from .statistics import LayerActivations as LayerActivations
 from .statistics import LayerGradients as LayerGradients
 from .statistics import activation_statistics as activation_statistics
 from .statistics import gradient_statistics as gradient_statistics
-from .tensor_statistics import Moments as Moments
-from .tensor_statistics import TensorStatistics as TensorStatistics
-from .tensor_statistics import moments as moments

@@ -1,28 +1,210 @@
-"""Record every call of every layer: arguments, outputs, and gradients at both."""
+"""Record every call of every layer: arguments, outputs, gradients at both, and the statistics of each tensor."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import LayerError, MethodError, did_you_mean
+from ..errors import ImageError, LayerError, MethodError, NotApplicableError, did_you_mean, plural
 from ..hooks import autograd_graph as graph
+from ..hooks.autograd_graph import is_wrapped
 from ..hooks.manager import HookManager, is_hookable
 from ..hooks.pytree import tree_map_tensors, tree_tensors
-from ..model.call import eager, unwrap
-from ..validation import check_choice
-from .arguments import LayersLike, require_hookable, select_layers
-from .tensor_statistics import TensorStatistics, require_plain
+from ..io.inputs import axes_in_memory_order
+from ..model.call import eager, prepared_for_attribution, unwrap
+from ..validation import check_choice, described
+from .arguments import LayersLike, ModelCall, model_calls, require_hookable, select_layers
+
+# Small enough to stay in the processor's cache while it is read several times.
+_CHUNK = 1 << 17
+# The smallest variance, relative to the mean square, for which the difference of two sums is accurate.
+_MIN_SPREAD = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Summary of any number of values.
+
+    Mean, deviations and extremes cover the finite values, and are NaN if there are none. Squares are in double
+    precision: they overflow to infinity for values beyond 1e154, and underflow to 0 for values below 1e-162.
+    """
+
+    count: int = 0  # all values
+    finite: int = 0
+    mean: float = math.nan
+    deviations: float = 0.0  # sum of the squared deviations from the mean
+    min: float = math.nan
+    max: float = math.nan
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+
+    @property
+    def std(self) -> float:
+        """The standard deviation, with the count as divisor."""
+        return math.sqrt(self.deviations / self.finite) if self.finite else math.nan
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm of the finite values."""
+        return math.hypot(math.sqrt(self.deviations), math.sqrt(self.finite) * self.mean) if self.finite else math.nan
+
+    @property
+    def rms(self) -> float:
+        """The root mean square of the finite values."""
+        return self.norm / math.sqrt(self.finite) if self.finite else math.nan
+
+    @property
+    def zero_share(self) -> float:
+        """The fraction of values that are exactly 0, from 0 to 1."""
+        return self.zeros / self.count if self.count else math.nan
+
+    def scaled(self, factor: float) -> Moments:
+        """Return the moments of the values multiplied by a positive factor."""
+        mean, low, high = self.mean * factor, self.min * factor, self.max * factor
+        return replace(self, mean=mean, deviations=self.deviations * factor * factor, min=low, max=high)
+
+    def __add__(self, other: Moments) -> Moments:
+        """Return the moments of the union of both sets of values, exact up to double precision.
+
+        Source: Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983),
+        https://doi.org/10.1080/00031305.1983.10483115.
+        """
+        counts = (self.zeros + other.zeros, self.nan + other.nan, self.inf + other.inf)
+        count, finite = self.count + other.count, self.finite + other.finite
+        if not self.finite or not other.finite:
+            source = self if self.finite else other
+            return Moments(count, finite, source.mean, source.deviations, source.min, source.max, *counts)
+        distance, fraction = other.mean - self.mean, other.finite / finite
+        deviations = self.deviations + other.deviations + distance * distance * self.finite * fraction
+        low, high = min(self.min, other.min), max(self.max, other.max)
+        return Moments(count, finite, self.mean + distance * fraction, deviations, low, high, *counts)
+
+
+def moments(tensor: Tensor) -> Moments:
+    """Return the moments of a tensor's values, or of the magnitudes of complex values, summed in double precision.
+
+    Args:
+        tensor: A tensor of any shape, dtype and device. It is not changed.
+
+    Raises:
+        MethodError: This is no tensor.
+        NotApplicableError: The tensor is nested or quantised, or belongs to a transformation of `torch.func`.
+    """
+    if not isinstance(tensor, Tensor):
+        raise MethodError(f"moments are of a tensor, got {described(tensor)}")
+    return TensorStatistics(tensor).moments
+
+
+def require_plain(tensor: Tensor) -> None:
+    """Raise NotApplicableError for tensors without plain values: transformed, nested or quantised tensors."""
+    if is_wrapped(tensor) or tensor.is_nested or tensor.is_quantized:
+        kinds = "nested and quantised tensors, and tensors in a transformation (torch.func, is_grads_batched=True),"
+        raise NotApplicableError(f"{kinds} cannot be recorded or measured; choose other layers")
+
+
+def real_values(tensor: Tensor) -> Tensor:
+    """Return the values as a dense tensor without a graph; the magnitudes if the tensor is complex."""
+    tensor = tensor.detach().to_dense()
+    return tensor.abs() if tensor.is_complex() else tensor
+
+
+def _cpu_moments(values: Tensor) -> Moments:
+    """Return the moments of a CPU tensor in one pass over memory.
+
+    Two plain passes are 9 lines shorter, but take 8 % longer for 100,000 values and 18 % longer for 800,000.
+    """
+    if values.is_meta:
+        return Moments()
+    count, squares, total, low, high, zeros = values.numel(), 0.0, 0.0, math.inf, -math.inf, 0
+    chunks = [values[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
+    for chunk in chunks:
+        wide = chunk.double()
+        squares += float(torch.dot(wide, wide))
+        total += float(wide.sum())
+        row = (chunk if chunk.dtype == torch.float32 else wide).numpy(force=True)
+        lowest, highest = float(row.min()), float(row.max())
+        if lowest <= 0 <= highest:
+            zeros += row.size - int(np.count_nonzero(row != 0))
+        low, high = min(low, lowest), max(high, highest)
+    if count and math.isfinite(squares):
+        if low == high:
+            return Moments(count, count, low, 0.0, low, low, zeros)
+        mean = total / count
+        deviations = squares - total * mean
+        if deviations > _MIN_SPREAD * squares:
+            return Moments(count, count, mean, deviations, low, high, zeros)
+    # Some values are not finite, or the mean is so large that the difference above is mostly rounding error.
+    return sum((_from_fields(_fields(chunk)) for chunk in chunks), Moments())
+
+
+def _fields(values: Tensor) -> Tensor:
+    """Return the fields of `Moments` as one tensor, in two passes and without synchronising an accelerator."""
+    if values.device.type != "mps":  # MPS has no double precision
+        values = values.double()
+    is_finite = values.isfinite()
+    finite = is_finite.sum()
+    mean = torch.where(is_finite, values, 0).sum() / finite
+    squares = torch.where(is_finite, values - mean, 0).square().sum()
+    low = torch.where(is_finite, values, math.inf).amin() if values.numel() else mean
+    high = torch.where(is_finite, values, -math.inf).amax() if values.numel() else mean
+    counts = (values == 0).sum(), values.isnan().sum(), values.isinf().sum()
+    fields = [torch.full_like(finite, values.numel()), finite, mean, squares, low, high, *counts]
+    return torch.stack([field.to(mean.dtype) for field in fields])
+
+
+def _from_fields(fields: Tensor) -> Moments:
+    count, finite, mean, deviations, low, high, zeros, nan, inf = fields.tolist()
+    if not finite:
+        mean = low = high = math.nan
+    return Moments(int(count), int(finite), mean, deviations, low, high, int(zeros), int(nan), int(inf))
+
+
+class TensorStatistics:
+    """Shape and moments of a tensor. The tensor itself is not stored.
+
+    Attributes:
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        device: The device of the tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        require_plain(tensor)
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        values = axes_in_memory_order(real_values(tensor)).reshape(-1)
+        # An accelerator is synchronised only when the moments are read.
+        measure = _cpu_moments if values.device.type in ("cpu", "meta") else _fields
+        self._measured: Moments | Tensor = measure(values)
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Mean, standard deviation, extremes, norm, zeros, NaN and infinities, summed in double precision."""
+        return _from_fields(self._measured) if isinstance(self._measured, Tensor) else self._measured
+
+    def __getstate__(self) -> object:
+        """Return the state with the computed moments, for `pickle` and `deepcopy`."""
+        return {**vars(self), "_measured": self.moments}
+
+    def __repr__(self) -> str:
+        """Return a text such as `(1, 64, 112, 112) float32, mean 0.21, std 0.34`."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.shape} {dtype}, mean {self.moments.mean:.3g}, std {self.moments.std:.3g}"
+
 
 PARTS = ("inputs", "outputs", "grad_inputs", "grad_outputs")
 
@@ -450,3 +632,85 @@ def record(
     if not any(is_hookable(network, name, module) for name, module in modules.items()):
         require_hookable(network, modules)
     return Recording(modules, keep, parts)
+
+
+Pool = Callable[[Tensor], Tensor] | None
+
+
+def activations(model: nn.Module, data: Any, layers: LayersLike, *, pool: Pool = None) -> dict[str, Tensor]:
+    """Return the outputs of layers, one row per image.
+
+        rows = activations(model, loader, ["layer3", "layer4"], pool=lambda maps: maps.mean((2, 3)))
+        safetensors.torch.save_file(rows, "features.safetensors")
+
+    The model runs once over the data, in evaluation mode and without gradients. The rows stay in memory; if they do not
+    fit, compute and save one batch of the loader after another.
+
+    Args:
+        model: Any module.
+        data: A batch (a tensor, images), or any iterable of batches, such as a data loader. Labels are ignored; the
+            rows have the order of the data.
+        layers: Names, patterns, modules, classes of modules, or several of these. If a layer is called several times,
+            the last call is used. If its output has several tensors, the first floating-point tensor is used.
+        pool: A function that is applied to the output of each layer first, such as `lambda maps: maps.mean((2, 3))` or
+            `torch.Tensor.half`. It must return one row per image.
+
+    Returns:
+        A mapping from layer names to rows (N, ...) on the CPU.
+
+    Raises:
+        ImageError: The data cannot be read or contain no image.
+        LayerError: A layer does not exist, was not called, or returns no tensor. Or its rows are not one per image, or
+            have different shapes in different batches.
+        NotApplicableError: A layer is inside TorchScript, where hooks do not run.
+    """
+    network = unwrap(model)
+    modules = select_layers(network, layers)
+    require_hookable(network, modules)
+    columns: dict[str, list[Tensor]] = {name: [] for name in modules}
+    for batch in model_calls(model, data):
+        for name, part in _rows_of(network, batch, modules, pool).items():
+            columns[name].append(part)
+            _require_same_shape(name, columns[name])
+    if not all(columns.values()):
+        raise ImageError("the data contain no image")
+    return {name: torch.cat(parts) for name, parts in columns.items()}
+
+
+def _rows_of(model: nn.Module, batch: ModelCall, layers: Mapping[str, nn.Module], pool: Pool) -> dict[str, Tensor]:
+    """Return the rows of each layer for one batch."""
+    if not batch.size:
+        raise ImageError("a batch contains no image")
+    outputs: dict[str, Tensor | None] = {}
+
+    def keep(name: str, output: Any) -> None:
+        tensor = next((tensor for tensor in tree_tensors(output) if tensor.is_floating_point()), None)
+        outputs[name] = None
+        if tensor is not None:
+            tensor = tensor.detach() if pool is None else pool(tensor.detach())
+            # Copy: later operations may change the tensor in place.
+            outputs[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    # no_grad rather than inference_mode: tensors that a model caches must support gradients later.
+    with prepared_for_attribution(model), HookManager() as hooks, torch.no_grad():
+        for name, layer in layers.items():
+            hooks.observe(layer, partial(keep, name))
+        batch.run(model)
+    rows: dict[str, Tensor] = {}
+    for name in layers:
+        output = outputs.get(name)
+        if output is None:
+            reason = "returns no floating-point tensor" if name in outputs else "was not called"
+            raise LayerError(f'layer "{name}" {reason}')
+        if not output.dim() or len(output) != batch.size:
+            got = f"{tuple(output.shape)} for {plural(batch.size, 'image')}"
+            raise LayerError(f'layer "{name}" returns {got}, not one row per image; use pool to create rows')
+        rows[name] = output
+    return rows
+
+
+def _require_same_shape(name: str, parts: list[Tensor]) -> None:
+    last, first = tuple(parts[-1].shape[1:]), tuple(parts[0].shape[1:])
+    if last != first:
+        shapes = f"{last} in batch {len(parts) - 1}, but {first} in earlier batches"
+        raise LayerError(f'layer "{name}" returns rows {shapes}; use pool to make them equal')

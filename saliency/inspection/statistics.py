@@ -27,8 +27,7 @@ from ..targets.classes import TargetLike
 from ..targets.question import Categories, Images
 from ..validation import check_choice
 from .arguments import LayersLike, ModelCall, model_calls, select_layers
-from .recording import ModuleCall, Recording
-from .tensor_statistics import Moments, moments, real_values
+from .recording import ModuleCall, Moments, Recording, moments, real_values
 
 _RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold)
 

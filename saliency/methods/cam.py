@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution, TracedAttribution
-from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients, needs_with
 from ..attribution.options import Option, PositionalOption
 from ..attribution.questions import Questions
@@ -26,7 +26,7 @@ from ..io.axes import along_rows, at_least_float32, max_pool, on_finest_grid, sp
 from ..model.call import check_later
 from ..model.layers import LayerLike, default_layer, default_layers, find
 from ..targets.classes import output_tensor
-from ..validation import check_choice, check_integer, check_number
+from ..validation import Sign, check_choice, check_integer, check_number
 from .baselines import blurred
 
 SIGNED_SHARE = 0.3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..attribution.base import TracedAttribution
-from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.explanation import BatchAttribution
 from ..attribution.forward import Needs, TargetGradients, needs_with, no_gradient_message
 from ..attribution.options import ConvertedOption, Option, PositionalOption
 from ..attribution.questions import Questions, explained_answer
@@ -31,7 +31,7 @@ from ..relevance import rules as formulas
 from ..relevance.kernels import Passed
 from ..relevance.propagation import NONLINEAR, Propagation, Unknown, linear_weight
 from ..relevance.walk import CallGraph, Visit, Walk
-from ..validation import check_choice, check_flag, check_number, described, is_integer
+from ..validation import Sign, check_choice, check_flag, check_number, described, is_integer
 from .cam import layer_name
 
 MAX_MISSING_SHARE = 1e-3

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.base import Attribution
-from ..attribution.explanation import BatchAttribution, Sign
+from ..attribution.explanation import BatchAttribution
 from ..attribution.questions import Questions, explained_answer
 from ..errors import NotApplicableError
 from ..hooks.manager import HookManager
@@ -19,6 +19,7 @@ from ..model.answer import Answer
 from ..model.call import call, forward_args, shown_images
 from ..targets.classes import output_tensor
 from ..targets.words import WordScore
+from ..validation import Sign
 
 
 class TAM(Attribution):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attribution.base import Attribution
-from ..attribution.explanation import BatchAttribution
-from ..attribution.heatmap import heatmap
+from ..attribution.explanation import BatchAttribution, heatmap
 from ..attribution.passes import MultiPassAttribution
 from ..attribution.questions import Questions
 from ..errors import NonFiniteError, warn

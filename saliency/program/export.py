@@ -23,8 +23,7 @@ from torch.export import Dim, ExportedProgram
 
 from .._version import __version__
 from ..attribution.base import Attribution, as_setting
-from ..attribution.explanation import Explanation
-from ..attribution.heatmap import heatmap, reduce_channels, resized
+from ..attribution.explanation import Explanation, heatmap, reduce_channels, resized
 from ..attribution.options import MOST_PASSES
 from ..attribution.passes import MultiPassAttribution, SampledAttribution, TimedAttribution
 from ..attribution.questions import Questions, cached_serial_reason
@@ -37,8 +36,7 @@ from ..model.call import prepared_for_attribution, run_model
 from ..targets.classes import ClassScore, ClassTarget, as_target, class_scores, threshold
 from ..targets.question import Images, Question
 from ..validation import check_path
-from .capture import INPUTS, capture, tracing
-from .decompositions import FOR_ONNX
+from .capture import FOR_ONNX, INPUTS, capture, tracing
 
 ProgramRun = Callable[..., Sequence[Tensor]]
 """Images (N, C, H, W), and perhaps classes (N,) -> the outputs of a program."""

@@ -7,7 +7,7 @@ from ..evaluation.ledger import LedgerRow
 from ..evaluation.trust import Property
 from ..inspection.attention_record import LayerAttention, Query
 from ..inspection.statistics import LayerGradients
-from .blending import Opacity
+from .overlay import Opacity
 
 Entry: TypeAlias = Explanation | Sequence[Explanation] | LayerAttention | LayerGradients | LedgerRow | Property
 

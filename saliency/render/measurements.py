@@ -22,10 +22,8 @@ from ..io.axes import require_two_axes
 from ..io.geometry import Frame
 from ..tables import Table
 from ..validation import check_integer
-from .blending import paint, shrink
-from .figure import PRINT_DPI, SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, Panel, as_png, draw_panels, new_figure
-from .notebook import framed
-from .overlay import overlay
+from .figure import PRINT_DPI, SCREEN_DPI, TEXT_SIZE, TITLE_SIZE, Panel, as_png, draw_panels, framed, new_figure
+from .overlay import overlay, paint, shrink
 from .scaling import ScaledMap
 from .sheet import font_for
 

@@ -16,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..attribution.explanation import PER_UNIT, Explanation, Sign
-from ..attribution.heatmap import limits, reduced_maps, several
+from ..attribution.explanation import PER_UNIT, Explanation, limits, reduced_maps, several
 from ..errors import RenderError, did_you_mean, warn
 from ..io.axes import along_axes, gaussian
 from ..io.geometry import Box, Frame, resize_box
-from ..validation import check_choice, check_number, described
+from ..validation import Sign, check_choice, check_number, described
 
 Pixels = NDArray[np.uint8]
 Plane = NDArray[np.float32]

@@ -14,12 +14,10 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ..attribution.explanation import Explanation
-from ..attribution.heatmap import method_titles
+from ..attribution.explanation import Explanation, method_titles
 from ..errors import RenderError
 from ..validation import check_integer
-from .blending import HATCHED, Opacity, as_drawing, frame_of, probability, require_one, shrink
-from .overlay import overlay
+from .overlay import HATCHED, Opacity, as_drawing, frame_of, overlay, probability, require_one, shrink
 from .scaling import SMOOTHING, Percentile, shared_limit
 
 PAPER = "#ffffff"

@@ -12,13 +12,14 @@ import random
 import re
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -26,11 +27,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attribution.base import METHODS, Attribution, Together, source, summary
-from ..attribution.explanation import Explanation, Sign
-from ..errors import NonFiniteError, NotApplicableError, SaliencyError, TargetError
+from ..attribution.explanation import Explanation
+from ..errors import (
+    MethodError,
+    NonFiniteError,
+    NotApplicableError,
+    SaliencyError,
+    SaliencyWarning,
+    TargetError,
+    plural,
+)
 from ..methods.gradient import VanillaGradient
 from ..targets.classes import as_target
-from .case import SIZE, Check, MethodCase, images, require, require_raises, require_same, require_same_explanation
+from ..validation import Sign, described
+from .case import (
+    SIZE,
+    Check,
+    MethodCase,
+    images,
+    require,
+    require_raises,
+    require_same,
+    require_same_explanation,
+    tiny_model_for,
+)
 from .unchanged import UNCHANGED_CHECKS, with_user_state
 
 CHECKS: dict[str, Check] = dict(UNCHANGED_CHECKS)  # all checks by name
@@ -512,3 +532,58 @@ def bad_targets(case: MethodCase) -> None:
     for target in bad:
         what = "a target function that does not give one score per image" if callable(target) else f"target {target!r}"
         require_raises((TargetError,), partial(case.explain, model, x, target), what)
+
+
+def checks(
+    method: type[Attribution], *, model: Callable[[], nn.Module] | None = None, **options: Any
+) -> list[tuple[str, Callable[[], None]]]:
+    """Return the name of each check, with a function that raises AssertionError if the method fails it.
+
+    Args:
+        method: The class.
+        model: Function that creates the classifier to test, the same at every call. It maps batches (N, 3, 16, 16) to
+            scores (N, classes) with at least 2 classes, in float32 on the CPU. By default a small convolutional network
+            with several kinds of ReLU, global average pooling and a linear head; for a method that needs attention, a
+            small transformer.
+        options: Options of the method's constructor, with layers by name. They extend the method's `preview_options`.
+
+    Raises:
+        MethodError: `method` is not the class of a method.
+    """
+    if not isinstance(cast("object", method), type):
+        raise MethodError(f"expected the class of a method, such as MyCAM, got {described(method)}")
+    case = MethodCase(method, {**method.preview_options, **options}, model or tiny_model_for(method))
+    return [(name, partial(_without_warnings, check, case)) for name, check in CHECKS.items()]
+
+
+def _without_warnings(check: Check, case: MethodCase) -> None:
+    """Run a check without the warnings of the toolkit, which test inputs may cause."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaliencyWarning)
+        check(case)
+
+
+def check_method(method: type[Attribution], *, model: Callable[[], nn.Module] | None = None, **options: Any) -> None:
+    """Run all checks on a method.
+
+    Args:
+        method: The class.
+        model: As for `checks`.
+        options: Options of the method's constructor, with layers by name.
+
+    Raises:
+        AssertionError: The method fails checks. The message lists all failed checks with the reasons. The cause is an
+            ExceptionGroup of the failures with their tracebacks.
+    """
+    failures: list[Exception] = []
+    report: list[str] = []
+    for title, check in checks(method, model=model, **options):
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - reported below, with its traceback
+            failures.append(error)
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            report.append(f"{title}: {kind}{error}")
+    if failures:
+        count = plural(len(failures), "failed check")
+        raise AssertionError("\n  ".join([f"{method.__name__}: {count}", *report])) from ExceptionGroup(count, failures)

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from ..attribution.estimates import rank_correlation
-from ..attribution.explanation import Explanation
-from ..attribution.heatmap import require_explanation
+from ..attribution.explanation import Explanation, require_explanation
 from ..render.overlay import save_drawing
 from ..render.sheet import contact_sheet
 from ..validation import check_path

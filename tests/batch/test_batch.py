@@ -25,11 +25,11 @@ from saliency.batch import BatchError, OverlayStyle, Progress, StoppedError, bat
 from saliency.batch.drawing import ImageResults
 from saliency.batch.engines import LocalEngine, Mapper
 from saliency.batch.listing import ImageEntry
-from saliency.batch.manifest import COLUMNS, Row, make_row
 from saliency.batch.network import Network, replicate
 from saliency.batch.options import NetworkOptions, OutputOptions
 from saliency.batch.plan import BatchSlot, Plan
 from saliency.batch.report import report
+from saliency.batch.store import COLUMNS, Row, make_row
 from saliency.errors import ImageError, LayerError, TargetError
 from saliency.extending import BatchAttribution
 from saliency.hooks.rectifiers import Coverage
@@ -262,7 +262,7 @@ def test_a_finished_run_is_recognised_without_a_model(
     def refuse(*arguments: object) -> None:
         raise AssertionError("nothing is missing")
 
-    monkeypatch.setattr("saliency.batch.execute", refuse)
+    monkeypatch.setattr("saliency.batch.engines.execute", refuse)
     again = quick(source, tmp_path / "out")
     assert (again.done, again.fresh, again.page) == (10, 0, tmp_path / "out" / "index.html")
     assert contents(tmp_path / "out") == before

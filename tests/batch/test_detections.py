@@ -17,7 +17,7 @@ import saliency
 from saliency import LayerCAM
 from saliency.batch import BatchError, Summary, batch
 from saliency.batch.network import Network
-from saliency.render.blending import BOX_COLOR
+from saliency.render.overlay import BOX_COLOR
 from saliency.targets.candidates import iou
 from saliency.testbed.shapes import Scenes, draw_scenes
 from tests.batchwork import assert_same, kinds, rows

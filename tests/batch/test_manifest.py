@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from saliency.batch.manifest import Manifest, encode, make_row, read_rows
+from saliency.batch.store import Manifest, encode, make_row, read_rows
 
 METHODS = ("one", "two")
 

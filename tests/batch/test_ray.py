@@ -22,15 +22,13 @@ from torch import Tensor
 
 from saliency.batch import BatchError, Progress, StoppedError, batch, engines
 from saliency.batch.drawing import ExplainMapper
-from saliency.batch.engines import Actor, RayEngine, Resources, open_ray
+from saliency.batch.engines import Actor, RayEngine, Resources, execute, open_ray
 from saliency.batch.listing import ImageEntry
-from saliency.batch.manifest import make_row
 from saliency.batch.options import NetworkOptions, OutputOptions, RunOptions
 from saliency.batch.plan import Plan
 from saliency.batch.report import report
-from saliency.batch.run import execute
 from saliency.batch.sources import find_images
-from saliency.batch.store import LOCK, ManifestStore, locked
+from saliency.batch.store import LOCK, ManifestStore, locked, make_row
 from saliency.cli import main
 from saliency.errors import DependencyError
 from tests.batchwork import BLACK, Tiny, assert_same, photos, plain, quick, rows

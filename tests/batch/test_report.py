@@ -22,8 +22,8 @@ from PIL import Image
 
 from saliency.batch import BatchError
 from saliency.batch import report as page_of
-from saliency.batch.manifest import make_row, manifest_csv
 from saliency.batch.report import report
+from saliency.batch.store import make_row, manifest_csv
 from saliency.cli import main
 from saliency.cli.batch_commands import report as report_command
 from saliency.cli.console import Screen

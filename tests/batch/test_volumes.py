@@ -298,7 +298,7 @@ def test_slices_are_drawn_with_the_head_up_and_the_right_at_the_left(
         drawn.append(slices(*given, **options))
         return drawn[-1]
 
-    monkeypatch.setattr("saliency.render.volume.slices", draw)
+    monkeypatch.setattr("saliency.render.figure.slices", draw)
     # The axes of the file run to the head, to the left and to the front.
     affine = np.array([[0, -2.0, 0, 0], [0, 0, 3, 0], [4, 0, 0, 0], [0, 0, 0, 1]])
     write_nifti(tmp_path / "scan.nii", affine)

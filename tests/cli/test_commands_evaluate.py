@@ -15,9 +15,8 @@ import pytest
 from PIL import Image
 
 from saliency import GradCAM
-from saliency.batch import folder_evaluation
-from saliency.batch import run as batch_run
-from saliency.batch.run import interruption
+from saliency.batch import engines, folder_evaluation
+from saliency.batch.engines import interruption
 from saliency.cli import main
 from saliency.errors import warn
 from saliency.evaluation.comparison import MetricResult, measure_image
@@ -210,7 +209,7 @@ def test_ctrl_c_finishes_the_methods_in_progress_and_keeps_them(
             time.sleep(0.001)
         return measure_image(*arguments, **options)
 
-    monkeypatch.setattr(batch_run, "interruption", watched)
+    monkeypatch.setattr(engines, "interruption", watched)
     monkeypatch.setattr(folder_evaluation, "measure_image", pressed)
     code, _, err = run(source, "-m", "grad_cam", "layer_cam", "--workers", "1")
     assert code == 130

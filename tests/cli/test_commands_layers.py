@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from saliency.cli import lists as inspecting
+from saliency.cli import commands as inspecting
 from saliency.cli import main
 from saliency.errors import ModelError
 from tests.cli.test_console import under_terminal

@@ -17,10 +17,9 @@ from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
 from saliency.errors import MethodError, SaliencyWarning
 from saliency.evaluation.comparison import combined_p
-from saliency.evaluation.metrics import exact_tests
+from saliency.evaluation.metrics import method_metrics
 from saliency.evaluation.metrics.base import SharedResults, Subject, full_size
-from saliency.evaluation.metrics.exact_tests import untrained, untrained_map
-from saliency.evaluation.metrics.method_metrics import randomise
+from saliency.evaluation.metrics.method_metrics import randomise, untrained, untrained_map
 from saliency.metrics import ClassTest, WeightsTest, measure
 from saliency.testing import images, tiny_model
 from tests.evaluation.colours import ColourClasses, coloured
@@ -77,9 +76,9 @@ def test_networks_without_a_map_are_replaced_by_others_or_tied(usable: int, monk
     method = InputXGradient(ColourClasses())
     subject = Subject(method.attribute(coloured(0), 0), method=method, inputs=coloured(0), controls=False)
     no_map = torch.zeros(1, 16, 16)
-    found = exact_tests.untrained_map
+    found = method_metrics.untrained_map
     monkeypatch.setattr(
-        exact_tests, "untrained_map", lambda s, draw: found(s, draw) if draw % 2 and draw < 2 * usable else no_map
+        method_metrics, "untrained_map", lambda s, draw: found(s, draw) if draw % 2 and draw < 2 * usable else no_map
     )
     test = WeightsTest(draws=9)
     own, others, missing = test.scores(subject)
@@ -198,7 +197,7 @@ def test_methods_on_one_image_share_the_permuted_networks(monkeypatch: pytest.Mo
         calls.append(1)
         randomise(*arguments)
 
-    monkeypatch.setattr(exact_tests, "randomise", spy)
+    monkeypatch.setattr(method_metrics, "randomise", spy)
     maps = []
     for cls in (VanillaGradient, InputXGradient):
         method = cls(model)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saliency.inspection.tensor_statistics import Moments, TensorStatistics, moments
+from saliency.inspection.recording import Moments, TensorStatistics, moments
 
 Numbers = NDArray[np.float64]
 

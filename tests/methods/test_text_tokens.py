@@ -14,7 +14,7 @@ import saliency
 from saliency import text, token_importance
 from saliency.errors import ImageError, MethodError, ModelError
 from saliency.methods.gradient import VanillaGradient
-from saliency.methods.text_tokens import TEXT_METHODS, TextExplanation
+from saliency.methods.pairs import TEXT_METHODS, TextExplanation
 from saliency.testing import Snapshot
 from tests.dual_encoders import MODELS
 from tests.models import PooledNet

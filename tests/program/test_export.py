@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saliency
 from saliency import METHODS
-from saliency.attribution.heatmap import resized
+from saliency.attribution.explanation import resized
 from saliency.attribution.passes import SampledAttribution
 from saliency.errors import MethodError, NotApplicableError, SaliencyError, TargetError
 from saliency.program.export import NO_PROGRAM, _require_equal, captured

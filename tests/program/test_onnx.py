@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import saliency
 from saliency.errors import NotApplicableError
-from saliency.program.decompositions import BEFORE_MAPPING, DECOMPOSITIONS, FOR_ONNX, batch_norm
+from saliency.program.capture import BEFORE_MAPPING, DECOMPOSITIONS, FOR_ONNX, batch_norm
 from tests.models import FunctionModel, torchvision_models
 from tests.reference import error
 

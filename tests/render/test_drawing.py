@@ -17,13 +17,12 @@ from PIL import Image
 
 import saliency
 from saliency import Matches, contact_sheet, figure, ledger_table
-from saliency.attribution.explanation import Explanation, Sign, joined
-from saliency.attribution.heatmap import heatmap, significance, standard_error
+from saliency.attribution.explanation import Explanation, heatmap, joined, significance, standard_error
 from saliency.errors import MethodError, RenderError
 from saliency.io.geometry import Frame
-from saliency.render.blending import Opacity, blend
-from saliency.render.overlay import cutout, overlay, save_drawing
+from saliency.render.overlay import Opacity, blend, cutout, overlay, save_drawing
 from saliency.render.scaling import color_table, shared_limit
+from saliency.validation import Sign
 from tests.drawing import explained, hot, noise, pixels_of, whole
 from tests.several_inputs import case
 

@@ -17,7 +17,7 @@ from saliency import Explanation, Preprocess, contact_sheet, cutout, figure, ove
 from saliency.errors import SaliencyWarning
 from saliency.io.geometry import Frame
 from saliency.methods.token_attention import TokenAttention
-from saliency.render.blending import Opacity
+from saliency.render.overlay import Opacity
 from saliency.render.scaling import shared_limit
 from saliency.testing import tiny_transformer
 from tests.batchwork import photos, quick

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from saliency.attribution.explanation import Explanation, Sign
-from saliency.attribution.heatmap import heatmap, limits
+from saliency.attribution.explanation import Explanation, heatmap, limits
 from saliency.errors import NonFiniteError, RenderError
 from saliency.render.scaling import shared_limit
 from saliency.targets.question import QuestionFacts
+from saliency.validation import Sign
 
 
 def explained(values: Tensor, sign: Sign = "signed", size: tuple[int, int] | None = None) -> Explanation:

@@ -18,13 +18,14 @@ from torch.nn.functional import interpolate
 
 import saliency
 from saliency import GradCAM, VanillaGradient, contact_sheet, cutout, figure, overlay
-from saliency.attribution.explanation import Explanation, Sign
+from saliency.attribution.explanation import Explanation
 from saliency.batch import batch
 from saliency.errors import NonFiniteError, RenderError, SaliencyWarning
 from saliency.io.geometry import Box, Frame, ImageBox
 from saliency.io.preprocess import Preprocess
-from saliency.render.blending import CENTRE, Opacity, box_pixels, resize_to_pixels
+from saliency.render.overlay import CENTRE, Opacity, box_pixels, resize_to_pixels
 from saliency.render.scaling import color_table, shared_limit
+from saliency.validation import Sign
 from tests.batchwork import Tiny, quick
 from tests.batchwork import noise as blocks
 from tests.drawing import explained, hot, noise, pixels_of, whole

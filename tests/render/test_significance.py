@@ -11,11 +11,11 @@ from PIL import Image
 from torch import Tensor
 
 from saliency import RISE, Explanation, VanillaGradient, overlay, shared_limit, significance, standard_error
-from saliency.attribution.explanation import Sign
 from saliency.errors import RenderError, SaliencyWarning
 from saliency.io.geometry import Frame
-from saliency.render.blending import Opacity
+from saliency.render.overlay import Opacity
 from saliency.testing import images, tiny_model
+from saliency.validation import Sign
 
 
 def sampled(values: Tensor, error: Tensor | None, sign: Sign = "signed") -> Explanation:

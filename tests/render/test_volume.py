@@ -14,10 +14,10 @@ from PIL import Image
 
 import saliency
 from saliency import Explanation
-from saliency.attribution.explanation import Sign
-from saliency.attribution.heatmap import heatmap
+from saliency.attribution.explanation import heatmap
 from saliency.errors import RenderError
 from saliency.render.scaling import color_table, smoothed
+from saliency.validation import Sign
 from tests.drawing import explained
 
 SIZE = (4, 6, 8)

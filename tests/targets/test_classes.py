@@ -30,7 +30,7 @@ from saliency import (
 )
 from saliency.attribution.questions import Questions
 from saliency.errors import NonFiniteError, SaliencyError, TargetError
-from saliency.render.blending import probability as probability_text
+from saliency.render.overlay import probability as probability_text
 from saliency.targets.classes import as_categories, as_target, output_tensor
 from saliency.targets.question import Images
 from saliency.testing import tiny_model, tiny_model_for

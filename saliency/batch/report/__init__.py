@@ -21,11 +21,10 @@ from urllib.parse import quote
 from ...errors import RenderError, warn
 from ...frontend import read, scripts, styles
 from ...io.atomic_write import durable_write, inside
-from ...render.blending import MOST_OPACITY
+from ...render.overlay import MOST_OPACITY
 from ...render.scaling import hex_colors
 from ..failures import BatchError
-from ..manifest import MANIFEST, Row, read_rows
-from ..store import EVALUATION, GROUPS, PAGE, locked, read_json, read_run, write_head
+from ..store import EVALUATION, GROUPS, MANIFEST, PAGE, Row, locked, read_json, read_rows, read_run, write_head
 
 SCRIPTS = ("data.js", "layout.js", "state.js", "grid.js", "view.js", "comparison.js", "main.js")
 COMPARISON = {"rows": [dict], "differences": [dict], "notes": [str], "curves": [dict], "results": [dict]}

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ...aliases import option_hint
 from ...attribution.base import Attribution, as_setting
 from ...attribution.estimates import generator
-from ...attribution.explanation import Explanation, Setting
-from ...attribution.heatmap import reduced_maps, require_explanation, resized
+from ...attribution.explanation import Explanation, Setting, reduced_maps, require_explanation, resized
 from ...attribution.options import Chunk, HasOptions, declared_options
 from ...attribution.questions import Questions
 from ...calls import answered_on_class

@@ -18,7 +18,7 @@ from torch.nn.functional import conv2d, pad
 
 from ...attribution.base import METHODS
 from ...attribution.estimates import generator, tied_ranks
-from ...attribution.heatmap import reduced_maps
+from ...attribution.explanation import reduced_maps
 from ...attribution.inputs import each_alone
 from ...attribution.options import ConvertedOption, Option
 from ...attribution.passes import MakeInputs, Passes, check_chunk

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d
 
 from ...attribution.estimates import precise_type
-from ...attribution.heatmap import reduced_maps
+from ...attribution.explanation import reduced_maps
 from ...attribution.options import ConvertedOption, Option
 from ...errors import MethodError
 from ...validation import check_integer, check_number
