@@ -85,15 +85,18 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS, draft: int | N
 
 
 def read_mask(image: ImageLike) -> np.ndarray[Any, Any]:
-    """Return where a mask is not black (H, W).
+    """Return where a mask is not black (H, W), or where it is not transparent if it has transparent pixels.
 
     Raises:
         ImageError: The image holds labels: several values of a deep channel, several colours, or greys that are mostly
             dark (median below 128), also with 255 for ignored pixels. Other greys are a mask with soft edges.
     """
-    mask: np.ndarray[Any, Any] = np.array(open_image(image))
+    opened = open_image(image)
+    mask: np.ndarray[Any, Any] = np.array(opened)
     if mask.ndim == 3:
-        marked = mask[inside := mask.any(-1)]  # (pixels, 3)
+        alpha = np.broadcast_to(np.asarray(opened.info.get("alpha", 255)), mask.shape[:2])
+        inside = mask.any(-1) if alpha.all() else alpha > 0
+        marked = mask[inside & (alpha == 255)]  # (pixels, 3)
         if (marked != marked[:1]).any() and ((marked != marked[:, :1]).any() or np.median(marked) < 128):
             expected = "expected black and one other: save labels == 3 of one object, or mask > 127 of a soft mask"
             count = len(np.unique(marked, axis=0))
@@ -208,7 +211,8 @@ def _apply_orientation(image: Image.Image) -> Image.Image:
 def _without_metadata(image: Image.Image) -> Image.Image:
     """Return a new image, in RGB unless it is deep, without metadata, so that its orientation is not applied twice.
 
-    The colour profile is kept for `drawable`, and a CMYK image, whose profile does not apply to RGB.
+    The colour profile is kept for `drawable`, a CMYK image, whose profile does not apply to RGB, and transparency for
+    `read_mask`.
     """
     metadata: Any = {
         name: image.info[name] for name in ("icc_profile", "cmyk", "range", "inverted") if name in image.info
@@ -217,6 +221,7 @@ def _without_metadata(image: Image.Image) -> Image.Image:
     is_transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
     if is_transparent and not is_deep(image):
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        metadata["alpha"] = image.getchannel("A")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.copy() if is_deep(image) else image.convert("RGB")  # a copy, even if it is RGB already
     image.info = metadata

@@ -360,6 +360,19 @@ def test_a_mask_of_16_bits_is_of_one_object(tmp_path: Path) -> None:
         read_mask(tmp_path / "mask.png")
 
 
+@pytest.mark.parametrize("color", [0, 128, 255])
+def test_the_object_of_a_mask_on_a_transparent_background_is_what_is_not_transparent(color: int) -> None:
+    alpha = np.zeros((16, 16), np.uint8)
+    alpha[4:8], alpha[8] = 255, 100  # a soft edge
+    image = np.dstack([np.full((16, 16, 3), color, np.uint8), alpha])
+    assert read_mask(image).tolist() == (alpha > 0).tolist()
+    opaque = np.dstack([np.repeat(alpha[..., None], 3, 2), np.full_like(alpha, 255)])
+    assert read_mask(opaque).tolist() == (alpha > 0).tolist()
+    image[4], image[5] = (255, 0, 0, 255), (0, 255, 0, 255)
+    with pytest.raises(ImageError, match="colours besides black, as labels have"):
+        read_mask(image)
+
+
 @pytest.mark.parametrize("mode", ["L", "P"])
 def test_a_mask_of_8_bits_with_several_labels_is_refused_but_soft_edges_are_not(tmp_path: Path, mode: str) -> None:
     labels = np.zeros((8, 8), np.uint8)
