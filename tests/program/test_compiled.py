@@ -230,3 +230,25 @@ def test_the_forwards_of_metrics_are_compiled(runs: Runs) -> None:
     assert runs.calls > before
     for result, expected in zip(measured, exact, strict=True):
         torch.testing.assert_close(result.values, expected.values)
+
+
+def test_gradients_of_convolutions_of_stride_1_are_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(4, 6, (2, 3), padding=(0, 2), dilation=(3, 2)),
+        nn.Conv2d(6, 8, 1),
+    ]
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers, nn.Conv2d(8, 8, 3, 2, 1), nn.Tanh(), nn.Flatten(), nn.LazyLinear(4)).eval()
+    x, strides = images(1), list[list[int]]()
+    model(x)
+
+    def watched(graph: Any, inputs: Sequence[Any], mode: str | None) -> Any:
+        nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+        strides.extend(node.args[3] for node in nodes if node.args[6])
+        return graph
+
+    monkeypatch.setattr("saliency.program.compiled.frozen", watched)
+    method = saliency.VanillaGradient(model)
+    require_same(method.compile().attribute(x, 1), method.attribute(x, 1))
+    assert strides == [[2, 2]]
