@@ -150,9 +150,10 @@ class Detections(NamedTuple):
             boxes: (T, 4) the boxes to compare with.
             probabilities: (T, C) their class probabilities.
         """
-        padded = F.pad(self.probabilities, (0, probabilities.shape[1] - self.probabilities.shape[2]))
-        cosines = F.normalize(padded, dim=2) @ F.normalize(probabilities, dim=1).mT  # (N, n, T)
-        overlaps = iou(self.boxes.to(padded)[:, :, None], boxes.to(padded))
+        added = probabilities.shape[1] - self.probabilities.shape[2]  # negative if only variants have further classes
+        rows = F.pad(F.normalize(self.probabilities, dim=2), (0, added))
+        cosines = rows @ F.normalize(probabilities, dim=1).mT  # (N, n, T)
+        overlaps = iou(self.boxes.to(rows)[:, :, None], boxes.to(rows))
         similarities = (overlaps * cosines).mul_(self.certainty[..., None])
         return F.pad(similarities, (0, 0, 0, 1)).amax(1)  # 0 without boxes
 

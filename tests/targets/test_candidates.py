@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saliency import Candidates
@@ -301,6 +302,17 @@ def test_the_similarity_takes_the_cosine_and_not_the_product_of_class_probabilit
     )
     found = Detections.of([row]).similarity(BOXES, torch.tensor([[0.8, 0.2], [0.2, 0.8]]))
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.8]]))  # parallel vectors: the probability of an object
+
+
+def test_a_box_of_a_class_that_only_variants_have_is_not_similar() -> None:
+    own, other = (
+        candidates([{"boxes": BOX[None], "scores": torch.tensor([0.9]), "labels": torch.tensor([label])}], PLACE)
+        for label in (1, 18)
+    )
+    known = own[0].probabilities  # (1, 2), because the output has no class above 1
+    similarity = Detections.of(other).similarity(BOX[None], known)
+    torch.testing.assert_close(similarity, Detections.of(other).similarity(BOX[None], F.pad(known, (0, 17))))
+    assert float(similarity) < 0.05
 
 
 def rows_of(batch: int, count: int, classes: int, *, with_objectness: bool) -> tuple[Tensor, Tensor]:
