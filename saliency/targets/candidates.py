@@ -257,14 +257,15 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     Sigmoids saturate, so the logits of the levels are used if the output holds them.
     """
     levels = levels if isinstance(levels, list | tuple) else []
+    maps = [level for level in levels if isinstance(level, Tensor) and level.dim() == 4]
+    if len(maps) > 1 and maps[0].shape[-1] == 4 and maps[0].shape[:3] == maps[1].shape[:3]:
+        return _batch(_corners(maps[0][-1]) * _unit(size, y), maps[1][-1])  # RT-DETR of Ultralytics
     extra = [part for part in levels if isinstance(part, Tensor) and part.shape[::2] == y.shape[::2]]
     if extra:  # the masks or joints of Ultralytics follow the classes
         count = y.shape[1] - extra[0].shape[1]
         return _with_joints(_columns(y[:, :count], levels[0], size, count - 4), y, extra[0])
     levels = [level for level in levels if isinstance(level, Tensor)]
     dims = {level.dim() for level in levels}
-    if len(levels) > 1 and dims == {4} and levels[0].shape[-1] == 4 and levels[0].shape[:3] == levels[1].shape[:3]:
-        return _batch(_corners(levels[0][-1]) * _unit(size, y), levels[1][-1])  # RT-DETR of Ultralytics
     ranked, last = y.detach()[..., 4:5], y.detach()[..., -1]
     has_labels = y.shape[2] == 6 and last.numel() > 0 and bool((last == last.round()).all())
     if has_labels and bool((ranked[:, :-1] >= ranked[:, 1:]).all()):

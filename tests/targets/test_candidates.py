@@ -103,6 +103,12 @@ def torchvision() -> Any:
     return [{"boxes": BOXES, "scores": best, "labels": labels}]
 
 
+def rt_detr(columns: int) -> Any:
+    """The last part of the output, for the loss, also holds the queries of the encoder."""
+    boxes, scores = unit(BOXES)[None], LOGITS[None]
+    return torch.zeros(1, 2, columns), (boxes[None], scores[None], torch.zeros(1, 2, 4), torch.zeros(1, 2, 3), None)
+
+
 class DetrObjectDetectionOutput(SimpleNamespace):
     """Named as the output of transformers, whose last class is "no object"."""
 
@@ -118,7 +124,8 @@ SIGMOID: dict[str, Any] = {
     "Ultralytics before 8.4": ultralytics_before(),
     "Ultralytics exported": decoded(levels(16)[2]),
     "Ultralytics end to end": end_to_end(),
-    "Ultralytics RT-DETR": (torch.zeros(1, 2, 6), (unit(BOXES)[None, None], LOGITS[None, None], None)),
+    "Ultralytics RT-DETR": rt_detr(6),
+    "Ultralytics RT-DETR before 8.4": rt_detr(4 + 3),
     "RT-DETR": RTDetrObjectDetectionOutput(logits=LOGITS[None], pred_boxes=unit(BOXES)[None]),
     "OWLv2": {"logits": LOGITS[None], "pred_boxes": unit(BOXES)[None], "objectness_logits": OBJECTNESS[None]},
     "YOLOv5": columns(True),
