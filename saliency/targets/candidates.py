@@ -227,6 +227,8 @@ def _read(output: Any, size: tuple[int, int], classes: int | None, link: BoxLink
     named = next((entry for entry in entries if not isinstance(entry, Tensor | list | tuple)), None)
     parts = dict(named) if isinstance(named, Mapping) else getattr(named, "__dict__", {})
     raw = parts.get("one2one") or parts
+    if isinstance(raw, list):  # YOLOv10 before 8.4, with 16 bins for each edge
+        return _of_levels(raw, 64, size)
     if {"boxes", "scores"} <= {*raw} and isinstance(raw["scores"], Tensor) and raw["scores"].dim() == 3:
         if "angle" in raw:
             raise TargetError("boxes with an angle are not read; pass read=, a function that gives upright boxes")
@@ -273,11 +275,16 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     if not _has_objectness(y, dims, classes):
         count = y.shape[1] - 4
         if dims == {4}:
-            maps = torch.cat([level.flatten(2) for level in levels], 2)
-            return _batch(_decoded(maps[:, :-count], [level.shape[-2:] for level in levels], size), maps[:, -count:].mT)
+            return _of_levels(levels, -count, size)
         return _batch(_corners(y[:, :4].mT), _logit(y[:, 4:].mT))
     logits = torch.cat([level.flatten(1, 3) for level in levels], 1)[..., 4:] if dims == {5} else _logit(y[..., 4:])
     return _batch(_corners(y[..., :4]), logits[..., 1:], logits[..., 0])
+
+
+def _of_levels(levels: Sequence[Tensor], first: int, size: tuple[int, int]) -> list[Candidates]:
+    """Read feature maps (B, channels, h, w) of Ultralytics, whose class scores begin at the channel `first`."""
+    maps = torch.cat([level.flatten(2) for level in levels], 2)
+    return _batch(_decoded(maps[:, :first], [level.shape[-2:] for level in levels], size), maps[:, first:].mT)
 
 
 def _has_objectness(y: Tensor, dims: set[int], classes: int | None) -> bool:

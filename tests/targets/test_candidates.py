@@ -83,6 +83,11 @@ def end_to_end() -> Any:
     return top, {"one2many": {name: torch.zeros_like(raw["scores"]) for name in ("boxes", "scores")}, "one2one": raw}
 
 
+def end_to_end_before() -> Any:
+    maps = ultralytics_before()[1]
+    return torch.zeros(1, 3, 6), {"one2many": [torch.zeros_like(level) for level in maps], "one2one": maps}
+
+
 def exported_top() -> Tensor:
     best, labels = LOGITS.sigmoid().max(1)
     return torch.cat([BOXES, best[:, None], labels[:, None].float()], 1)[None]
@@ -124,6 +129,7 @@ SIGMOID: dict[str, Any] = {
     "Ultralytics before 8.4": ultralytics_before(),
     "Ultralytics exported": decoded(levels(16)[2]),
     "Ultralytics end to end": end_to_end(),
+    "Ultralytics end to end before 8.4": end_to_end_before(),
     "Ultralytics RT-DETR": rt_detr(6),
     "Ultralytics RT-DETR before 8.4": rt_detr(4 + 3),
     "RT-DETR": RTDetrObjectDetectionOutput(logits=LOGITS[None], pred_boxes=unit(BOXES)[None]),
