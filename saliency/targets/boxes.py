@@ -119,7 +119,8 @@ class BoxTarget(Target):
     def _match(self, row: Candidates, images: Images) -> Match:
         """Return the box of one image that the target explains."""
         if row.link != "label":
-            count = images.class_count(row.scores.shape[1])
+            count = row.scores.shape[1]
+            images.class_count(count)  # raises for a wrong number of class names
             for cls in (self.label, self.against):
                 require_class(cls if isinstance(cls, int) else 0, count, "the classes of the detector")
         boxes, overlap = row.boxes.detach(), 1.0
@@ -134,8 +135,9 @@ class BoxTarget(Target):
                 problem = f"the best IoU{name} with the box {as_text(self.position)} is {best:.2f}, below 0.5"
                 nearby = [index for index in row.detections(0) if near[index]]
                 raise NotFoundError(f"{problem}; there, the model found {_listing(row, nearby, images.categories)}")
-            scores = row.probabilities.amax(1) if self.label is None else row.column(self.label).sigmoid()
-            index = int((scores.detach() + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
+            probabilities = row.probabilities.detach()
+            scores = probabilities.amax(1) if self.label is None else probabilities[:, self.label]
+            index = int((scores + 1e-9).mul(overlaps >= _LEAST_OVERLAP).mul(overlaps).argmax())
             overlap = float(overlaps[index])
         else:
             rows = [n for n in row.detections(label=self.label) if _contains(boxes[n].tolist(), self.position)]

@@ -208,6 +208,19 @@ def test_a_point_an_index_and_a_box_find_the_same_detection() -> None:
         assert float(own.probabilities[0]) == pytest.approx(probability)
 
 
+@pytest.mark.parametrize("factor", ["objectness", "no object"])
+def test_a_given_box_and_an_index_rank_the_boxes_of_a_class_by_the_same_probability(factor: str) -> None:
+    def read(output: Tensor) -> list[saliency.Candidates]:  # the second box has the higher logit of class 1
+        scores = torch.tensor([[-5.0, 2], [-5, 4]] if factor == "objectness" else [[-3.0, 5], [14, 8]]) + output.mean()
+        objectness = torch.tensor([2.0, -7]) if factor == "objectness" else None
+        link: Any = "sigmoid" if factor == "objectness" else "softmax"
+        return [saliency.Candidates(torch.tensor([[10.0, 10, 30, 30], [9, 9, 29, 29]]), scores, objectness, link)]
+
+    for target in (saliency.box(index=0, cls=1, read=read), saliency.box(box=(9, 9, 29, 29), cls=1, read=read)):
+        explanation = VanillaGradient(nn.Identity()).attribute(0 * X[:1], target)
+        assert explanation.target_names[0].startswith("class 1 at (10, 10, 30, 30)")
+
+
 @pytest.mark.parametrize("of", ["x0", "y0", "x1", "y1"])
 def test_an_edge_is_in_pixels_of_the_image(of: Any) -> None:
     picture = Image.fromarray((np.random.default_rng(0).random((96, 128, 3)) * 255).astype(np.uint8))
@@ -534,6 +547,15 @@ def test_a_class_that_the_output_does_not_hold_is_refused_also_by_box() -> None:
         method.attribute(x[:1], saliency.box(box=(1, 1, 9, 9), cls=77))
     with pytest.raises(TargetError, match="image 0: there is no detection"):
         method.attribute(x, saliency.box(point=(12, 12)))
+
+
+def test_a_detector_of_one_class_has_no_second_class_whatever_its_names() -> None:
+    def read(output: Tensor) -> list[saliency.Candidates]:
+        return [saliency.Candidates(torch.tensor([[1.0, 1, 9, 9]]), output.mean()[None, None])]
+
+    method = VanillaGradient(nn.Identity(), categories=["background", "face"])
+    with pytest.raises(TargetError, match=r"class 1 is outside 0\.\.0, the classes of the detector"):
+        method.attribute(X[:1], saliency.box(box=(1, 1, 9, 9), cls="face", read=read))
 
 
 def test_wrong_links_and_candidates_of_wrong_shapes_are_refused() -> None:
