@@ -238,7 +238,11 @@ class Keypoint(Target):
     joint: int | str
     person: int = 0
     read: CandidatesFunction | None = None
-    reads_logits = True
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether a last sigmoid or softmax is left out: a function `read` receives the model's output unchanged."""
+        return self.read is None
 
     @property
     def part(self) -> Hashable:

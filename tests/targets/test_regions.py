@@ -381,6 +381,20 @@ def test_a_joint_of_ultralytics_is_the_logit_at_its_person() -> None:
     assert explanation.values.abs().max() > 0
 
 
+def test_a_function_reads_the_same_output_for_a_box_and_for_a_joint() -> None:
+    outputs = []
+
+    def read(output: Any) -> list[saliency.Candidates]:
+        outputs.append(output["score"].detach())
+        boxes = torch.tensor([[2.0, 2, 12, 20]])
+        return [saliency.Candidates(boxes, one[None].logit(), keypoints=one[None].logit()) for one in output["score"]]
+
+    method = VanillaGradient(Output(lambda x: {"score": x.mean((2, 3)).sigmoid()}))
+    for target in (saliency.box(read=read), saliency.keypoint(0, read=read)):
+        method.attribute(X[:1], target)
+    assert torch.equal(outputs[0], outputs[-1])
+
+
 # Neurons
 
 
