@@ -27,6 +27,7 @@ ABSENT = -4.6
 
 _SOFTMAX = ("Detr", "Yolos", "TableTransformer")  # classes of transformers whose last class is "no object"
 _SEPARATORS = (101, 102, 1012, 1029)  # BERT's [CLS], [SEP], "." and "?", between the phrases of Grounding DINO
+_ANGLE = "boxes with an angle are not read; pass read=, a function that gives upright boxes"
 _MOST_COMPARED = 1000  # candidates among which duplicates are suppressed
 
 
@@ -231,7 +232,7 @@ def _read(output: Any, size: tuple[int, int], classes: int | None, link: BoxLink
         return _of_levels(raw, 64, size)
     if {"boxes", "scores"} <= {*raw} and isinstance(raw["scores"], Tensor) and raw["scores"].dim() == 3:
         if "angle" in raw:
-            raise TargetError("boxes with an angle are not read; pass read=, a function that gives upright boxes")
+            raise TargetError(_ANGLE)
         y, (_, count, cells) = entries[0], raw["scores"].shape
         if isinstance(y, Tensor) and y.shape[1:] == (4 + count, cells):
             return _batch(_corners(y[:, :4].mT), raw["scores"].mT)
@@ -263,7 +264,9 @@ def _columns(y: Tensor, levels: Any, size: tuple[int, int], classes: int | None)
     if len(maps) > 1 and maps[0].shape[-1] == 4 and maps[0].shape[:3] == maps[1].shape[:3]:
         return _batch(_corners(maps[0][-1]) * _unit(size, y), maps[1][-1])  # RT-DETR of Ultralytics
     extra = [part for part in levels if isinstance(part, Tensor) and part.shape[::2] == y.shape[::2]]
-    if extra:  # the masks or joints of Ultralytics follow the classes
+    if extra:  # the masks, joints or angle of Ultralytics follow the classes
+        if extra[0].shape[1] == 1:
+            raise TargetError(_ANGLE)
         count = y.shape[1] - extra[0].shape[1]
         return _with_joints(_columns(y[:, :count], levels[0], size, count - 4), y, extra[0])
     levels = [level for level in levels if isinstance(level, Tensor)]

@@ -254,8 +254,11 @@ def test_an_output_that_is_not_read_is_described_with_the_function_to_write(outp
 
 def test_boxes_with_an_angle_are_refused() -> None:
     y, raw = ultralytics()
-    with pytest.raises(TargetError, match="angle"):
-        candidates((y, raw | {"angle": torch.zeros(1, 1, 2)}), PLACE)
+    angle = torch.zeros(1, 1, y.shape[2])
+    before = torch.cat([y, angle], 1), (ultralytics_before()[1], angle)
+    for output in ((y, raw | {"angle": angle}), before):
+        with pytest.raises(TargetError, match="angle"):
+            candidates(output, PLACE)
 
 
 def test_duplicates_are_suppressed_within_a_class_only() -> None:
