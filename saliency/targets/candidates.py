@@ -26,7 +26,7 @@ ABSENT = -4.6
 """The logit of a probability of 1 %: the score of a class that the output does not hold for a box."""
 
 _SOFTMAX = ("Detr", "Yolos", "TableTransformer")  # classes of transformers whose last class is "no object"
-_SEPARATORS = (101, 102, 1012, 1029)  # BERT's [CLS], [SEP], "." and "?", between the phrases of Grounding DINO
+_SEPARATORS = (0, 101, 102, 1012, 1029)  # BERT's [PAD], [CLS], [SEP], "." and "?", between phrases of Grounding DINO
 _ANGLE = "boxes with an angle are not read; pass read=, a function that gives upright boxes"
 _MOST_COMPARED = 1000  # candidates among which duplicates are suppressed
 

@@ -197,13 +197,14 @@ def test_after_suppression_each_detection_has_one_class(output: Any) -> None:
     torch.testing.assert_close(row.scores, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_phrases_of_grounding_dino_are_classes() -> None:
+@pytest.mark.parametrize("padding", [0, 3])
+def test_phrases_of_grounding_dino_are_classes(padding: int) -> None:
     logits = torch.full((1, 2, 256), -torch.inf)
     logits[0, :, :7] = torch.arange(14.0).view(2, 7) - 20
     output = {
         "logits": logits,
         "pred_boxes": unit(BOXES)[None],
-        "input_ids": torch.tensor([[101, 7, 8, 1012, 9, 1012, 102]]),
+        "input_ids": torch.tensor([[101, 7, 8, 1012, 9, 1012, 102, *[0] * padding]]),
     }
     (row,) = candidates(RTDetrObjectDetectionOutput(**output), PLACE)
     torch.testing.assert_close(row.scores, torch.tensor([[-18.0, -16], [-11, -9]]))  # tokens 1, 2 and 4
