@@ -330,9 +330,13 @@ def target_of_row(text: object) -> int | str | None:
 def _target_in(folder: str, text: object) -> int | str | None:
     """Parse the target of a row of a list. The mask of a region may be a file in the folder of the list."""
     target = target_of_row(text)
-    region, _, mask = str(target).rpartition(":")
-    path = os.path.join(os.path.abspath(folder), mask)  # noqa: PTH100, PTH118
-    return f"{region}:{path}" if region.startswith("region:") and os.path.isfile(path) else target  # noqa: PTH113
+    if not str(target).startswith("region:"):  # a finished run with a class does not import torch
+        return target
+    from ..targets.language import split_last
+
+    region, *mask = split_last(str(target).removeprefix("region:"))
+    path = os.path.join(os.path.abspath(folder), *mask)  # noqa: PTH100, PTH118
+    return f"region:{region}:{path}" if os.path.isfile(path) else target  # noqa: PTH113
 
 
 def _require_images(file: str, entries: list[ImageEntry]) -> list[ImageEntry]:

@@ -76,10 +76,16 @@ def _parse_text(rest: str) -> Target:
 
 def _split(rest: str) -> tuple[str, str | None]:
     """Split a text at its last colon. Raises ValueError if a part is empty."""
-    first, *others = (part.strip() for part in rest.rsplit(":", 1))
+    first, *others = (part.strip() for part in split_last(rest))
     if not all((first, *others)):
         raise ValueError(rest)
     return first, others[0] if others else None
+
+
+def split_last(text: str) -> tuple[str, ...]:
+    r"""Split a text at its last colon, except the colon of a drive of Windows: `C:\masks\a.png` is one part."""
+    match = re.fullmatch(r"(.*?):(\s*(?:[A-Za-z]:[\\/])?[^:]*)", text, re.DOTALL)
+    return match.groups() if match else (text,)
 
 
 def _numbers(text: str) -> tuple[float, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_the_mask_of_a_row_is_relative_to_its_list(sources: dict[str, str]) -> N
     first, second = find_images("lists/images.csv").entries
     assert first.target == f"region:1:{Path('lists/mask.png').absolute()}"
     assert second.target == "region:1:border"
+
+
+def test_the_mask_of_a_row_may_be_on_a_drive_of_windows(
+    sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, is_file = r"C:\masks\a.png", os.path.isfile
+    Path("images.csv").write_text(f"path,target\nrgb/a.png,region:1:{mask}\n")
+    monkeypatch.setattr("os.path.isfile", lambda path: str(path).endswith(mask) or is_file(path))
+    assert find_images("images.csv").entries[0].target == f"region:1:{Path.cwd() / mask}"
 
 
 def test_preprocessing_by_input_is_a_part_of_the_fingerprint(sources: dict[str, str], model: torch.nn.Module) -> None:

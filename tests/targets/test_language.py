@@ -61,6 +61,13 @@ def test_a_region_may_be_the_mask_of_a_file(tmp_path: Path) -> None:
     assert torch.equal(mask, torch.ones(3, 4, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("mask", [r"C:\masks\a.png", "D:/a.png", "/masks/a.png", "a.png"])
+def test_the_mask_of_a_region_may_be_on_a_drive_of_windows(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.isfile", lambda path: path == mask)
+    monkeypatch.setattr("saliency.targets.language.read_mask", lambda path: torch.full((2, 2), path == mask))
+    assert parse_target(f"region:a:cat:{mask}").label == "a:cat"
+
+
 @pytest.mark.parametrize(
     "written",
     [
