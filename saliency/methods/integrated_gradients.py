@@ -533,7 +533,8 @@ def _adaptively_integrated(passes: Passes, references: Tensor, tolerance: float)
                 gradients[path].append(gradient)
         residual, rise = abs(sum(path.residual for path in paths)), abs(sum(path.rise for path in paths))
         rounding = sum(path.rounding for path in paths)
-        if residual <= max(tolerance * rise, rounding) or passes.budget.is_over():
+        # Scores or gradients that are not finite are reported with the result; more nodes do not change them.
+        if not max(tolerance * rise, rounding) < residual < math.inf or passes.budget.is_over():
             break
         if sum(map(len, gradients)) >= MOST_NODES * len(paths):
             notes.append(f"the tolerance was not met with {MOST_NODES} nodes")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS, GradCAM, SmoothGrad, Together, contrast, probability, similarity, value
-from saliency.errors import MethodError, NotApplicableError, SaliencyWarning
+from saliency.errors import MethodError, NonFiniteError, NotApplicableError, SaliencyWarning
 from saliency.methods.baselines import blurred
 from saliency.methods.integrated_gradients import (
     FIRST_NODES,
@@ -197,6 +197,24 @@ def test_a_tolerance_that_cannot_be_met_ends_and_says_so(monkeypatch: pytest.Mon
     found = IntegratedGradients(model, tolerance=0.01).attribute(x, 0)
     assert "not met" in found.run_stats[0].note
     assert 20 <= found.run_stats[0].passes <= 24
+
+
+@pytest.mark.parametrize("function", [lambda x: x.sum() / x.sum(), lambda x: x.sqrt().sum()])
+def test_a_score_or_gradient_that_is_not_finite_ends_an_adaptive_integral(
+    function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, counts = AdaptiveIntegral.wanted, list[int]()
+
+    def count(path: AdaptiveIntegral) -> list[float]:
+        counts.append(len(nodes := wanted(path)))
+        assert nodes, "a round without new nodes, which would repeat forever"
+        return nodes
+
+    monkeypatch.setattr(AdaptiveIntegral, "wanted", count)
+    model = FunctionModel(lambda x: torch.stack([function(row) for row in x]))  # NaN, or an infinite slope, at 0
+    with pytest.raises(NonFiniteError):
+        IntegratedGradients(model, tolerance=0.01).attribute(torch.ones(1, *SHAPE), value(0))
+    assert all(counts)
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 2.5}, {"rule": "simpson"}, {"tolerance": 0.0}])
