@@ -18,7 +18,7 @@ from ..attribution.passes import ImageAttribution, Passes, SampledAttribution, T
 from ..errors import optional_import, warn
 from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, require_two_axes, spatial
-from ..targets.classes import ClassTarget, FunctionTarget, Probability
+from ..targets.classes import ClassTarget, FunctionTarget, Probability, TargetList
 from ..targets.question import Target
 from ..targets.similarity import Similarity, TextSimilarity
 from ..validation import check_choice, check_integer, check_number
@@ -140,6 +140,8 @@ class IDGI(TimedAttribution):
 
     def explained_target(self, target: Target) -> Target:
         """Return the probability of a class instead of its logit."""
+        if isinstance(target, TargetList):
+            return TargetList(tuple(map(self.explained_target, target.targets)))
         if isinstance(target, FunctionTarget | Similarity | TextSimilarity):
             warn(
                 f"{self.name}: only classes are explained by their probability; this map may show stripes at "

@@ -274,6 +274,10 @@ def test_idgi_explains_a_class_by_its_probability_and_any_other_target_as_it_is(
         (contrast(1, 3), output[:, 1] - output[:, 3]),
     ):
         torch.testing.assert_close(method.attribute(x, target).scores, score)
+    targets: Any = [3, value(1)]
+    mixed = method.attribute(x, targets)
+    assert mixed.target_names == ("probability of class 3", "value 1")
+    torch.testing.assert_close(mixed.scores, torch.stack([output.softmax(1)[0, 3], output[1, 1]]))
     with pytest.warns(SaliencyWarning, match="stripes at the border"):
         torch.testing.assert_close(method.attribute(x, lambda output: output[:, 1]).scores, output[:, 1])
     with pytest.warns(SaliencyWarning, match="stripes at the border"):
