@@ -32,7 +32,7 @@ from ..model.dual_encoder import DualEncoder
 from ..model.inputs import InputBatch
 from ..model.layers import CHANNELS_FIRST, find, trace_layers
 from ..targets.boxes import BoxTarget
-from ..targets.classes import ClassTarget, Contrast, Probability, TargetLike, as_target
+from ..targets.classes import ClassScore, ClassTarget, Contrast, Probability, TargetLike, as_target
 from ..targets.language import parse_target
 from ..targets.question import Categories, Images, Prompt, Question, Score, Target, one_score_each
 from ..targets.similarity import Similarity
@@ -207,8 +207,9 @@ class Questions:
         return tuple([question.index for question in self.asked])
 
     def classes(self, like: Tensor) -> Tensor | None:
-        """Return the class indices (N,) on the device of a tensor; None if the target is not a class."""
-        return None if None in self.indices else torch.tensor(self.indices, device=like.device)
+        """Return the class indices (N,) on the device of a tensor; None unless each score is the score of a class."""
+        is_class = all(isinstance(question.score, ClassScore) for question in self.asked)
+        return torch.tensor(self.indices, device=like.device) if is_class else None
 
     def variants(self, image: int, count: int, *, mirrored: bool = False) -> Questions:
         """Return the question of one image, for an output whose rows are variants of that image.

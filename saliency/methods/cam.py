@@ -449,7 +449,7 @@ class CAM(LayerAttribution):
     Values: (N, 1, h, w), signed; their mean and the head's bias sum to the logit.
 
     Raises:
-        NotApplicableError: The head is different, or the target is not a class.
+        NotApplicableError: The head is different, or the target is not the score of a class.
 
     Source: Zhou et al., "Learning Deep Features for Discriminative Localization" (2015),
         https://arxiv.org/abs/1512.04150.
@@ -465,7 +465,7 @@ class CAM(LayerAttribution):
         activation = grads.activation(layer)
         classes = grads.target.classes(activation)
         if classes is None:
-            raise NotApplicableError("cam explains classes; use grad_cam, which equals cam for a logit")
+            raise NotApplicableError("cam explains classes by their scores; use grad_cam, which equals cam for a logit")
         weight = linear_head(self.model, activation, grads.forward.output, layer)
         return BatchAttribution(weighted_sum(weight[classes], activation), grads.scores, layer=layer)
 

@@ -24,7 +24,7 @@ from ..errors import LayerError, NotApplicableError
 from ..hooks.autograd_graph import PlainAttention
 from ..io.axes import on_finest_grid, resize, spatial
 from ..model.layers import layers_by_resolution
-from ..targets.classes import ClassScore, ClassTarget, class_scores
+from ..targets.classes import ClassScore, class_scores
 from ..validation import check_choice, check_integer, check_number, described
 from .cam import GradCAM, GradCAMPlusPlus, HiResCAM, LayerAttribution, LayerCAM, XGradCAM, layer_name, weighted_sum
 from .gradient import GuidedBackprop, Smooth
@@ -219,7 +219,7 @@ class FinerCAM(LayerAttribution):
     def explain_gradients(self, grads: TargetGradients, layers: tuple[str, ...]) -> BatchAttribution:
         """Compute the CAM of the contrast with the references."""
         classes = grads.target.classes(grads.scores)
-        if classes is None or not isinstance(grads.target.target, ClassTarget):
+        if classes is None:
             raise NotApplicableError("finer_cam compares classes; the target must be a class, by index or name")
         explained = classes[:, None]
         weights = self._reference_weights(class_scores(grads.forward.output).detach(), explained)

@@ -22,6 +22,7 @@ from saliency import (
     Attribution,
     EigenCAM,
     EigenGradCAM,
+    FinerCAM,
     GradCAM,
     GradCAMPlusPlus,
     HiResCAM,
@@ -29,6 +30,7 @@ from saliency import (
     Together,
     VanillaGradient,
     XGradCAM,
+    contrast,
     probability,
     value,
 )
@@ -185,9 +187,13 @@ def test_cam_refuses_a_head_whose_output_goes_on(x: Tensor) -> None:
         CAM(model, "body.features").attribute(x, 1)
 
 
-def test_cam_refuses_what_is_no_class(x: Tensor) -> None:
-    with pytest.raises(NotApplicableError, match="explains classes"):
-        CAM(PooledNet().double(), "features").attribute(x, lambda output: output.sum(1))
+@pytest.mark.parametrize(
+    "target", [lambda output: output.sum(1), contrast(1, 2), probability(1), [1, contrast(1, 2)], [probability(1), 1]]
+)
+@pytest.mark.parametrize("method", [CAM, FinerCAM])
+def test_cam_and_finer_cam_refuse_what_is_not_the_score_of_a_class(method: Any, target: Any, x: Tensor) -> None:
+    with pytest.raises(NotApplicableError, match="class"):
+        method(PooledNet().double(), "features").attribute(x, target)
 
 
 def test_hires_cam_and_the_bias_sum_to_the_logit_with_a_flattened_linear_head(x: Tensor) -> None:
