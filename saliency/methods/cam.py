@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from ..hooks.autograd_graph import is_tracing
 from ..io.axes import along_rows, at_least_float32, max_pool, on_finest_grid, spatial
 from ..model.call import check_later
 from ..model.layers import LayerLike, default_layer, default_layers, find
-from ..targets.classes import output_tensor
+from ..targets.classes import ClassScore, output_tensor
 from ..validation import Sign, check_choice, check_integer, check_number
 from .baselines import blurred
 
@@ -467,6 +467,8 @@ class CAM(LayerAttribution):
         if classes is None:
             raise NotApplicableError("cam explains classes by their scores; use grad_cam, which equals cam for a logit")
         weight = linear_head(self.model, activation, grads.forward.output, layer)
+        if cast("ClassScore", grads.target[0].score).is_binary:
+            weight = torch.cat([-weight, weight])
         return BatchAttribution(weighted_sum(weight[classes], activation), grads.scores, layer=layer)
 
 

@@ -196,6 +196,15 @@ def test_cam_and_finer_cam_refuse_what_is_not_the_score_of_a_class(method: Any, 
         method(PooledNet().double(), "features").attribute(x, target)
 
 
+def test_cam_of_a_model_of_one_number_has_opposite_maps_of_its_two_classes(x: Tensor) -> None:
+    model = PooledNet().double()
+    model.head = nn.Linear(8, 1).double()
+    cam, grad_cam = (method(model, "features", categories=["no", "yes"]) for method in (CAM, GradCAM))
+    for target in (0, 1, [1, 0], None):
+        expected = grad_cam.attribute(x, target).values * 35
+        torch.testing.assert_close(cam.attribute(x, target).values, expected, rtol=1e-12, atol=1e-15)
+
+
 def test_hires_cam_and_the_bias_sum_to_the_logit_with_a_flattened_linear_head(x: Tensor) -> None:
     model = Flattened().double()
     found = HiResCAM(model, "features").attribute(x, CLASSES)
