@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -309,10 +309,17 @@ class ShapleyCAM(LayerAttribution):
 
     def _utility(self, output: Any, target: Questions) -> Tensor:
         """Return the utility of each image (N,)."""
-        score, first = target(output), target[0].score
-        if not isinstance(first, ClassScore) or first.link is None:
+        score, asked = target(output), [target[image].score for image in range(len(target))]
+        first = next((part for part in asked if isinstance(part, ClassScore)), None)
+        if first is None or first.link is None:
             return score
-        classes = cast("Tensor", target.classes(score))
+        classes = target.classes(score)
+        if classes is None:  # a list of classes and other targets
+            rows = [*score]
+            for image, part in enumerate(asked):
+                if isinstance(part, ClassScore):
+                    rows[image] = self._utility(output, target.variants(image, len(asked)))[image]
+            return torch.stack(rows)
         if first.link == "softmax":
             return score + class_scores(output).log_softmax(1).gather(1, classes[:, None]).squeeze(1)
         probability = score.sigmoid() if first.link == "sigmoid" else score + (1 - classes) * first.is_binary

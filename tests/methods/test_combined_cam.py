@@ -262,6 +262,16 @@ def test_the_utility_of_a_class_adds_its_log_probability(small: Tensor) -> None:
     assert settled.values.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "targets", [[1, saliency.value(0)], [saliency.contrast(1, 0), 1], [2, lambda output: output[:, 3]]]
+)
+def test_shapley_of_a_list_of_targets_gives_each_image_the_map_of_its_own_target(targets: Any, small: Tensor) -> None:
+    method = ShapleyCAM(Net(nn.GELU).double(), "second")
+    found = method.attribute(small, targets)
+    for image, target in enumerate(targets):
+        torch.testing.assert_close(found.values[image], method.attribute(small[image], target).values[0])
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_shapley_is_pytorch_grad_cams() -> None:
     oracle = pytest.importorskip("pytorch_grad_cam")
