@@ -239,9 +239,9 @@ class PixelRelevance(RelevancePropagation):
 
     Args:
         at: "pixels"; or "patches" to read relevance at the output of the first convolution or linear layer, such as the
-            patch embedding. None is "patches" if that is a patch embedding, whose results are the tokens of attention;
-            else "pixels". Within a patch, relevance of both signs is often much larger than its sum, so pixels show
-            noise. The rule of this operation is used at pixels only. The option `layer` has precedence.
+            patch embedding. None is "patches" if that is a patch embedding, whose results are the tokens of attention,
+            of a single input; else "pixels". Within a patch, relevance of both signs is often much larger than its sum,
+            so pixels show noise. The rule of this operation is used at pixels only. The option `layer` has precedence.
         layer: The layer at which relevance is read, summed over its channels; None for `at`. The ledger then refers to
             the layer: the relevance that later operations absorb, and the rest, which takes other paths. If a module is
             called several times, the last call is read. At a convolution that is merged with its batch norm, it is the
@@ -252,13 +252,13 @@ class PixelRelevance(RelevancePropagation):
 
     def explains_together(self) -> bool:
         """Return whether relevance is read at the inputs, so that one walk reaches all inputs of a model."""
-        return self.layer is None
+        return self.layer is None and self.at != "patches"
 
     def patches(self, grads: TargetGradients) -> _Patches | None:
         """Return the patches at which relevance is read; None for the input."""
         graph = CallGraph.of(grads)
         first, patches = next(reversed(graph.linear), None), None
-        is_automatic = self.at is None and bool(graph.attention)
+        is_automatic = self.at is None and bool(graph.attention) and not getattr(current_call().batch, "is_rows", False)
         if first is not None and (self.at == "patches" or (is_automatic and _embeds_patches(graph, first))):
             patches = _find_patches(self.model, grads, first)
         if patches is None and self.at == "patches":

@@ -22,6 +22,7 @@ from saliency import Views
 from saliency.errors import ImageError, LayerError, MethodError, ModelError, NonFiniteError, SaliencyWarning
 from saliency.model.inputs import with_image
 from saliency.testbed import CAMERAS, INSTRUCTION
+from tests.models import small_vit
 from tests.several_inputs import CASES, MultiView, case
 
 TWO_STREAMS = ("late", "middle", "early", "shared")
@@ -131,6 +132,33 @@ def test_after_early_fusion_there_is_one_map_of_all_images_and_a_warning_says_so
     (warning,) = caught
     assert "joined before the first layer" in str(warning.message)
     assert torch.equal(result["rgb"].values, result["depth"].values)
+
+
+@pytest.mark.parametrize("method", [saliency.LRP, saliency.AttnLRP])
+def test_relevance_of_images_that_share_a_patch_embedding_is_read_at_pixels(method: type[saliency.Attribution]) -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit = small_vit()
+            self.vit.conv_proj = nn.Conv2d(4, 16, 8, 8)
+
+        def forward(self, rgb: Tensor, depth: Tensor) -> Tensor:
+            out: Tensor = self.vit(torch.cat([rgb, depth], 1))
+            return out
+
+    torch.manual_seed(0)
+    model, inputs = Joined(), {"rgb": torch.randn(2, 3, 32, 32), "depth": torch.randn(2, 1, 32, 32)}
+    result = method(model).attribute(inputs, 1)
+    whole = method(model.vit, at="pixels").attribute(torch.cat([*inputs.values()], 1), 1)
+    torch.testing.assert_close(torch.cat([part.values for part in result.values()], 1), whole.values)
+    at_patches = method(model, at="patches").attribute(inputs, 1)
+    assert [part.values.shape for part in at_patches.values()] == [(2, 1, 4, 4)] * 2
+
+
+def test_relevance_at_patches_is_read_at_the_convolution_of_each_image() -> None:
+    model, inputs = case("late")
+    result = saliency.LRP(model, at="patches").attribute(inputs, 1)
+    assert [part.layer for part in result.values()] == ["rgb_stream.0", "depth_stream.0"]
 
 
 @pytest.mark.parametrize("name", [*CASES, "views by case", "views by view"])
