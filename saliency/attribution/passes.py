@@ -262,7 +262,8 @@ class Passes(ExitStack):
     def tail_scores(self, layer: str, make: MakeInputs, count: int, **stopping: Unpack[Stopping]) -> Tensor:
         """Return the scores (k,) for outputs (k, ...) of a layer that `make` creates; k < `count` after a time limit.
 
-        Only the part of the model after the layer runs, where that is possible.
+        Only the part of the model after the layer runs, where that is possible. It runs without the caller's autocast,
+        whose rounding is often larger than the effect of one channel or location.
 
         Raises:
             NotApplicableError: The layer also reads other images of the call.
@@ -275,7 +276,7 @@ class Passes(ExitStack):
         size = min(MAX_CHUNK_CPU, max(1, CHUNK_BYTES_CPU // tail.row_bytes)) if is_part else self._size()
 
         def compute(start: int, stop: int) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), no_autocast(self.x):
                 return self.target(stop - start)(tail(make(start, stop)))
 
         scores = list(self.chunks(compute, count, size, **stopping))

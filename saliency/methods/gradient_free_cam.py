@@ -251,18 +251,19 @@ class AblationCAM(LayerPasses, TimedAttribution):
         channels = channels[energy[channels] > 0]
         weights, count, notes = torch.zeros_like(energy), len(channels), list[str]()
         if count:
-            scores = self._scores_in_closed_form(passes, layer, channels)
-            if scores is not None:
+            drops = self._drops_in_closed_form(passes, layer, channels)
+            if drops is not None:
                 notes.append("in closed form: only pooling and one linear layer follow the layer")
             else:
                 scores = passes.tail_scores(layer.layer, lambda i, j: layer.without(channels[i:j, None]), count)
-            weights[channels[: len(scores)]] = (score - scores).to(weights)
-            if len(scores) < count:
-                notes.append(f"{len(scores)} of {count} channels, in descending order of energy")
+                drops = passes.target(1)(layer.output) - scores  # both without the caller's autocast
+            weights[channels[: len(drops)]] = drops.to(weights)
+            if len(drops) < count:
+                notes.append(f"{len(drops)} of {count} channels, in descending order of energy")
         return ImageAttribution(layer.weighted(weights), layer=layer.layer, notes=notes)
 
-    def _scores_in_closed_form(self, passes: Passes, layer: LayerMaps, channels: Tensor) -> Tensor | None:
-        """Return the scores (m,) without each channel if only pooling and a linear layer follow; else None.
+    def _drops_in_closed_form(self, passes: Passes, layer: LayerMaps, channels: Tensor) -> Tensor | None:
+        """Return the drops (m,) without each channel if only pooling and a linear layer follow; else None.
 
         One forward without half of the channels tests the formula.
         """
@@ -291,8 +292,9 @@ class AblationCAM(LayerPasses, TimedAttribution):
 
         if not all(list(passes.chunks(is_right, 1))):
             return None
-        rows = (tensors[0] - losses.T).to(tensors[0])  # (m, classes)
-        return passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: rows))
+        whole = at_least_float32(tensors[0])  # half precision would round small drops away
+        score = passes.target(1)(tree_map_tensors(layer.output, lambda _: whole))
+        return score - passes.target(len(channels))(tree_map_tensors(layer.output, lambda _: whole - losses.T))
 
 
 class ReciproCAM(LayerPasses):

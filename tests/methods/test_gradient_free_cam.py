@@ -245,6 +245,18 @@ def test_the_closed_form_is_what_running_each_channel_gives(target: Any, small: 
     torch.testing.assert_close(found.values, measured.values)
 
 
+@pytest.mark.parametrize(("layer", "is_autocast"), [("features.1", True), ("features", True), ("features", False)])
+def test_drops_are_not_rounded_to_half_precision(layer: str, is_autocast: bool, small: Tensor) -> None:
+    model, small = PooledNet(), small.float()
+    nn.init.constant_(model.head.bias, 20)  # much larger than a drop
+    expected = AblationCAM(model, layer).attribute(small, 1).values
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        given = (model, small) if is_autocast else (model.bfloat16(), small.bfloat16())
+        found = AblationCAM(given[0], layer).attribute(given[1], 1)
+    assert ("closed form" in found.run_stats[0].note) == (layer == "features")
+    torch.testing.assert_close(found.values.float(), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+
+
 class Hidden(nn.Module):
     """The same function, with a head that is no layer."""
 
