@@ -212,7 +212,8 @@ class Passes(ExitStack):
 
     @cached_property
     def _windows(self) -> WindowForward:
-        windows = WindowForward(self._model, self.x)
+        with self._autocast():
+            windows = WindowForward(self._model, self.x)
         if windows.how == windows.part:
             self._notes.append(windows.how)
         return windows

@@ -134,6 +134,15 @@ def test_recomputed_where_the_window_reaches_it_is_the_same_as_by_whole_forwards
     torch.testing.assert_close(local.values, whole.values, rtol=1e-9, atol=1e-12)
 
 
+def test_score_and_passes_have_the_precision_of_the_callers_autocast() -> None:
+    model = nn.Sequential(convolution := nn.Conv2d(3, 1, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    nn.init.constant_(convolution.weight, 1 + 2**-9)  # 1 in bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        found = Occlusion(model, window=2, stride=2).attribute(torch.ones(1, 3, 16, 16), 0)
+    assert "only where the window reaches" in found.run_stats[0].note
+    assert torch.equal(found.values, torch.full_like(found.values, 3 / 64))
+
+
 @pytest.mark.slow
 def test_the_promises_hold_recomputed_locally_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "MIN_WINDOWS", 2)
