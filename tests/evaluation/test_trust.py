@@ -152,6 +152,17 @@ def test_the_tests_of_a_slow_method_use_fewer_passes_and_the_card_says_so(monkey
     assert card.explanation.settings["passes"] == 400
 
 
+@pytest.mark.parametrize("size", [16, 64])
+def test_the_windows_of_a_slow_occlusion_fit_images_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saliency.evaluation.trust.SLOW", 0)
+    x = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, 3))
+    card = trust(saliency.Occlusion(model, window=2, stride=1), x, 1, draws=1, seconds=1e-6)
+    window, stride = 2 * size // 7, size // 7
+    assert f"the method is slow, so both tests are of its map with window={window}, stride={stride}" in card.notes
+    assert min(card["weights"].strip) < max(card["weights"].strip)  # a constant map is tied with itself
+
+
 def test_a_model_without_weights_has_no_test_of_the_weights() -> None:
     class Plain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
