@@ -110,6 +110,26 @@ def test_other_images_of_the_class_are_left_out() -> None:
         measure("class", explanation, others=others[:4], **context)
 
 
+class MeanColour(nn.Module):
+    """Scores of red, green, blue and white, for images of any size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat([2 * torch.eye(3) - 1, torch.full((1, 3), 0.5)])
+        return x.mean((2, 3)) @ weight.T
+
+
+def plain(*labels: int, size: tuple[int, int]) -> Tensor:
+    """Images (N, 3, H, W) of one colour each, of `MeanColour`."""
+    return torch.cat([torch.eye(3), torch.ones(1, 3)])[list(labels), :, None, None].expand(-1, -1, *size)
+
+
+def test_other_images_may_differ_in_size_from_the_image_and_from_each_other() -> None:
+    method, x = InputXGradient(MeanColour()), plain(0, size=(10, 12))
+    others = [plain(1, 2, size=(20, 8)), plain(3, size=(6, 5))[0]]
+    (result,) = measure("class", method.attribute(x, 0), method=method, inputs=x, others=others)
+    assert result.values == pytest.approx((1 + 1 + 1 + 0.5) / 4)
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(15, torch.float32), (16, torch.bfloat16)])
 def test_mosaics_have_the_size_and_precision_of_the_image(size: int, dtype: torch.dtype) -> None:
     x, *others = (coloured(label)[..., :size, :size].to(dtype) for label in range(4))

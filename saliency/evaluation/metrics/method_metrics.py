@@ -31,6 +31,7 @@ from ...attribution.options import Option
 from ...errors import MethodError, SaliencyError, TargetError
 from ...hooks.manager import HookManager
 from ...io.geometry import Box
+from ...io.inputs import split_images
 from ...model.answer import Answer
 from ...model.call import bound, prepared_for_attribution, run_model
 from ...model.layers import default_layer, find
@@ -767,10 +768,11 @@ def mosaic_shares(subject: Subject) -> Tensor:
         raise MethodError(f"the test needs images of three other classes, and {found}: pass others=[...]")
     height, width = subject.images.shape[2:]
     half = (height + 1) // 2, (width + 1) // 2
-    images = torch.cat([subject.images, others[numbers]])
-    tiles = interpolate(images.float(), half, mode="bilinear", antialias=True).to(images)  # not defined for halves
-    first, second, third, fourth = tiles
-    mosaic = torch.cat([torch.cat([first, second], 2), torch.cat([third, fourth], 2)], 1)[None, :, :height, :width]
+    first, second, third, fourth = (
+        interpolate(image.float(), half, mode="bilinear", antialias=True).to(image)  # not defined for halves
+        for image in (subject.images, *(others[number] for number in numbers))
+    )
+    mosaic = torch.cat([torch.cat([first, second], 3), torch.cat([third, fourth], 3)], 2)[..., :height, :width]
     explanations = method.attribute_classes(subject.inputs_for(method, mosaic), [label, *(labels[n] for n in numbers)])
     maps = torch.cat([full_size(explanation) for explanation in explanations]).cpu().double().clamp(min=0)
     even = pad(maps, (0, width % 2, 0, height % 2))
@@ -779,15 +781,16 @@ def mosaic_shares(subject: Subject) -> Tensor:
     return torch.where(totals > 0, quarters / totals, 1 / OBJECTS)
 
 
-def _other_images(subject: Subject) -> tuple[Tensor, list[int]]:
-    """Return the images of other classes as the model's input (k, C, H, W), and their classes."""
+def _other_images(subject: Subject) -> tuple[list[Tensor], list[int]]:
+    """Return the images of other classes as the model's inputs (1, C, H, W), which may differ in size; and classes."""
     others, method = subject.other_images, subject.method
     if others is None:
         if class_scores(subject.output).shape[1] != 1000 or method.preprocess is None:
             raise MethodError("the test needs images of three other classes: pass others=[...]")
         others = sorted(str(photo) for photo in files(__package__).joinpath("photos").iterdir())
-    images = method.read(others).inputs
-    return images, class_scores(subject.output_for(images)).argmax(1).tolist()
+    images = [row[None] for image in split_images(others) for row in method.read(image).inputs]
+    scores = torch.cat([class_scores(subject.output_for(image)) for image in images])
+    return images, scores.argmax(1).tolist()
 
 
 def object_effects(subject: Subject) -> Tensor:
