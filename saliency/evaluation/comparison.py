@@ -525,8 +525,7 @@ def compare(
     results: list[MetricResult] = []
     for index, (image, image_target, *region) in enumerate(zip(inputs, targets, *regions, strict=True)):
         others = (inputs[:index] + inputs[index + 1 :])[:12]
-        given = torch.cat(others) if isinstance(image, Tensor) and others else others
-        context = {"seed": seed, "shared": SharedResults(), "others": given if len(others) > 2 else None, **options}
+        context = {"seed": seed, "shared": SharedResults(), "others": others if len(others) > 2 else None, **options}
         for name, method in zip(unique_names(methods), methods, strict=True):
             results += measure_image(str(index), name, method, image, image_target, resolved, *region, **context)
     return Comparison(results, seed, type(methods[0].model).__name__)

@@ -20,7 +20,7 @@ from saliency.evaluation.comparison import combined_p
 from saliency.evaluation.metrics import method_metrics
 from saliency.evaluation.metrics.base import SharedResults, Subject, full_size
 from saliency.evaluation.metrics.method_metrics import randomise, untrained, untrained_map
-from saliency.metrics import ClassTest, WeightsTest, measure
+from saliency.metrics import ClassTest, Deletion, WeightsTest, measure
 from saliency.testing import images, tiny_model
 from tests.evaluation.colours import ColourClasses, coloured
 
@@ -253,6 +253,16 @@ def test_the_other_images_of_a_comparison_are_those_of_other_classes() -> None:
     table = saliency.compare([InputXGradient(ColourClasses())], coloured(0, 1, 2, 3), None, "class")
     assert table[0].mean == pytest.approx(1)
     assert table[0].p == pytest.approx(combined_p(np.full(4, 1 / 24)))
+
+
+def test_the_images_of_a_comparison_may_be_tensors_of_different_sizes_or_photos_in_one_tensor() -> None:
+    method = InputXGradient(MeanColour(), preprocess=saliency.Preprocess(mean=(0, 0, 0), std=(1, 1, 1)))
+    tensors = [plain(label, size=(8, 8 + 2 * label))[0] for label in range(4)]
+    photos = (255 * plain(0, 1, 2, 3, size=(8, 8))).to(torch.uint8)
+    for given in (tensors, photos):
+        rows = saliency.compare([method], given, None, ["class", Deletion(steps=2)], controls=False)
+        assert [(row.metric, row.images) for row in rows] == [("class", 4), ("deletion", 4)]
+        assert rows[0].mean == pytest.approx((1 + 1 + 1 + 0.5) / 4)
 
 
 def test_maps_of_untrained_networks_do_not_warn_and_leave_the_filters_of_the_process() -> None:
