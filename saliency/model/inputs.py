@@ -208,6 +208,14 @@ class ModelInputs:
         batch = InputBatch(x, frames, names=names, source=self)
         return replace(batch, arguments=partial(self._arguments, batch))
 
+    def only(self, case: int) -> ModelInputs:
+        """Return the inputs of one case."""
+        one = copy.copy(self)
+        one.values = {name: self._rows(value, [case]) for name, value in self.values.items()}
+        one.frames = {name: frames[case : case + 1] for name, frames in self.frames.items()}
+        one.count, one.geometries = 1, self.geometries[case : case + 1]
+        return one
+
     def _arguments(self, batch: InputBatch, variants: Tensor, _: int | None) -> Any:
         """Return all arguments of the model for variants of the inputs of a batch."""
         rows = shown_images(variants)

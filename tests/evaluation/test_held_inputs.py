@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import METHODS
-from saliency.metrics import METRICS
+from saliency.evaluation.metrics.base import Subject
+from saliency.metrics import METRICS, ClassTest, WeightsTest
 from tests.several_inputs import case
 
 # In the order of the modules, which a module around the model changes.
@@ -87,6 +88,22 @@ def test_random_weights_are_drawn_for_the_whole_network() -> None:
     inputs_of_depth = result.hold("depth")
     measured = saliency.metrics.MPRT(draws=2).measure(result["depth"], method=method, inputs=inputs_of_depth, target=1)
     assert measured.values.isfinite().all()
+
+
+def test_an_exact_test_of_each_case_of_a_batch_holds_the_other_inputs_of_the_case() -> None:
+    model, inputs = case("late")
+    inputs["depth"][1] *= -3
+    method = saliency.InputXGradient(model)
+    colours = 5 * torch.randn(200, 3, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    context: dict[str, Any] = {"method": method, "others": colours.expand(-1, -1, 16, 20)}
+    found = []
+    for rows in (slice(None), slice(1, 2)):
+        result = method.attribute({name: own[rows] for name, own in inputs.items()}, 0, explain=["rgb"])
+        subject = Subject(result["rgb"], inputs=result.hold("rgb"), **context).single(len(result["rgb"]) - 1)
+        measured = ClassTest().measure(result["rgb"], inputs=result.hold("rgb"), **context)
+        found.append((subject.output, *WeightsTest(draws=3).scores(subject)[1], measured.values[-1]))
+    for own, alone in zip(*found, strict=True):
+        torch.testing.assert_close(own, alone)
 
 
 def test_a_trust_card_is_of_the_held_image() -> None:

@@ -256,7 +256,9 @@ class Subject(SharedResults):
             return self
         target = self.explained_target
         target = target[index] if isinstance(target, list | tuple) else target
-        inputs = self.inputs_for(self.method, self.images[index : index + 1])
+        inputs, held = self.inputs_for(self.method, self.images[index : index + 1]), self._inputs
+        if isinstance(held, InputBatch):
+            inputs = held.source.only(index).batch(*held.names, as_channels=True)
         return self.of(self.explanation[index], inputs=inputs, target=target)
 
     def scores_of(self, images: Tensor) -> Tensor:
