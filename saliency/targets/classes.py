@@ -357,6 +357,19 @@ def contrast(target: Any, against: Any) -> Target:
     return Contrast(ClassTarget(target), ClassTarget(against))
 
 
+def of_image(target: TargetLike, number: int, images: int, top: int | None) -> Any:
+    """Return the target of one of several images, with its class `top` if it is the top class."""
+    entry = per_image(target, images)[number]
+    if entry is not target:  # of a list
+        number, images = 0, 1
+    if isinstance(entry, Probability):
+        return probability(of_image(entry.target.classes, number, images, top))
+    if isinstance(entry, Contrast):
+        against = per_image(entry.against.classes, images)[number]
+        return contrast(of_image(entry.target.classes, number, images, top), against)
+    return top if entry is None else entry
+
+
 def value(*index: int) -> Target:
     """Explain one number of the output, as in regression: `value(3)` is `output[:, 3]`; `value()` is an output (N,).
 

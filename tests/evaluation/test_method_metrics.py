@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from saliency import (
     IntegratedGradients,
     SmoothGrad,
     VanillaGradient,
+    contrast,
+    probability,
     value,
 )
 from saliency.attribution.base import Attribution
@@ -24,7 +27,7 @@ from saliency.attribution.explanation import BatchAttribution
 from saliency.attribution.questions import Questions
 from saliency.errors import LayerError, MethodError, TargetError
 from saliency.evaluation.metrics.method_metrics import MPRT, layers_from_the_top, randomise, restore
-from saliency.metrics import METRICS, Measurement, measure
+from saliency.metrics import METRICS, Measurement, WeightsTest, measure
 from saliency.testing import Snapshot, images, tiny_model
 
 from .test_base import Linear
@@ -206,3 +209,35 @@ def test_integrated_gradients_are_complete_and_a_cam_is_not() -> None:
     complete = measured("completeness", IntegratedGradients(tiny_model(), steps=200), images(2))
     assert complete.values.max() < 0.02
     assert measured("completeness", GradCAM(tiny_model()), images(2)).values.min() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("left_open", "pinned"),
+    [
+        (lambda top: probability(), lambda top: probability(top)),
+        (lambda top: contrast(None, [7, 8]), lambda top: contrast(top, [7, 8])),
+        (lambda top: [None, 3], lambda top: [top[0], 3]),
+        (lambda top: [probability(), contrast(None, 8)], lambda top: [probability(top[0]), contrast(top[1], 8)]),
+    ],
+)
+def test_the_top_class_of_a_target_stays_that_of_the_image_on_other_models(
+    left_open: Callable[[list[int]], Any], pinned: Callable[[list[int]], Any]
+) -> None:
+    torch.manual_seed(0)
+    model, values = nn.Sequential(nn.Flatten(), nn.Linear(192, 9).double()), []
+    method = InputXGradient(model)
+    top = model(X).argmax(1).tolist()
+    for target in (left_open(top), pinned(top)):
+        result = measure(
+            ["mprt", WeightsTest(draws=3)], method.attribute(X, target), method=method, inputs=X, target=target
+        )
+        values.append([each.values.tolist() for each in result])
+    assert values[0] == values[1]
+
+
+def test_a_target_with_a_class_of_each_image_is_measured_image_by_image() -> None:
+    method, values = InputXGradient(Linear()), []
+    for target in (probability([0, 1]), [probability(0), probability(1)], torch.tensor([0, 1])):
+        explanation = method.attribute(X, target)
+        values.append(WeightsTest(draws=3).measure(explanation, method=method, inputs=X, target=target).values.tolist())
+    assert values[0] == values[1]

@@ -29,7 +29,7 @@ from ...model.answer import Answer
 from ...model.call import arguments_of, bound, prepared_for_attribution, run_model
 from ...model.inputs import InputBatch
 from ...targets.boxes import BoxTarget
-from ...targets.classes import TargetLike, probability
+from ...targets.classes import TargetLike, of_image, probability
 from ...targets.language import parse_target
 from ...targets.question import Question
 from ...targets.regions import Keypoint, Region
@@ -218,7 +218,8 @@ class Subject(SharedResults):
         if method is not None and isinstance(inputs, InputBatch):
             self._method = method.of_input(inputs.names[0])
         self._target: TargetLike = parse_target(target, getattr(method or model, "categories", None))
-        self._targets = self._target if isinstance(self._target, list | tuple) else [self._target] * len(explanation)
+        count = len(explanation)
+        self._targets = [of_image(self._target, n, count, top) for n, top in enumerate(explanation.target)]
         asked = [getattr(entry, "target", entry) for entry in self._targets]
         self._are_located = [isinstance(entry, BoxTarget | Region | Keypoint) for entry in asked]
         self._is_located = any(self._are_located)
@@ -322,7 +323,8 @@ class Subject(SharedResults):
     def explained_target(self) -> TargetLike:
         """The target of the explanation. Raises MethodError if it was not given, unless a class or `similarity()`."""
         if self.fixed_target is not None or self._target is not None:
-            return self.fixed_target or self._target
+            is_for_all = all(entry is self._target for entry in self._targets)
+            return self.fixed_target or (self._target if is_for_all else self._targets)
         classes = list(self.explanation.target)
         if None in classes:
             name = self.explanation.target_names[0]
