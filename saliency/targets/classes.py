@@ -23,6 +23,9 @@ TargetLike: TypeAlias = (
 )
 """A class index or name, None for the top class, a function of the output, or a list with one of these per image."""
 
+PROBABILITY_OF = "probability of "
+"""The start of the name of a probability."""
+
 _EMBEDDINGS = ("image_embeds", "image_features", "pooler_output")  # names of transformers and open_clip
 _MOST_LISTED = 20  # class names in an error, if no name is similar
 _MOST_OFFERED = 6  # similar class names in an error
@@ -158,7 +161,7 @@ class Probability(Target):
             problem = "the model returns one number per image, whose probability is unknown"
             hint = "pass the names of both classes as categories= if it is the logit of the second"
             raise TargetError(f"{problem}; {hint}, or explain the number: saliency.value(0), or saliency.value()")
-        return _questions(output, images, lambda score: score.probability, "probability of {}", score)
+        return _questions(output, images, lambda score: score.probability, PROBABILITY_OF + "{}", score)
 
 
 @dataclass(frozen=True, slots=True)

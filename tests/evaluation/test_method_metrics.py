@@ -241,3 +241,16 @@ def test_a_target_with_a_class_of_each_image_is_measured_image_by_image() -> Non
         explanation = method.attribute(X, target)
         values.append(WeightsTest(draws=3).measure(explanation, method=method, inputs=X, target=target).values.tolist())
     assert values[0] == values[1]
+
+
+def test_without_a_target_a_probability_is_measured_and_a_contrast_is_refused() -> None:
+    method, metrics = InputXGradient(Linear()), ["avg_sensitivity", "completeness"]
+    context: dict[str, Any] = {"method": method, "inputs": X, "controls": False}
+    target: Any = [probability(0), 1]
+    explanation = method.attribute(X, target)
+    for one, other in zip(
+        measure(metrics, explanation, **context), measure(metrics, explanation, target=target, **context), strict=True
+    ):
+        assert torch.equal(one.values, other.values)
+    with pytest.raises(MethodError, match='"class 0 rather than class 1", is not a class: pass it again as target='):
+        measure("avg_sensitivity", method.attribute(X, contrast(0, 1)), **context)

@@ -29,7 +29,7 @@ from ...model.answer import Answer
 from ...model.call import arguments_of, bound, prepared_for_attribution, run_model
 from ...model.inputs import InputBatch
 from ...targets.boxes import BoxTarget
-from ...targets.classes import TargetLike, of_image, probability
+from ...targets.classes import PROBABILITY_OF, TargetLike, of_image, probability
 from ...targets.language import parse_target
 from ...targets.question import Question
 from ...targets.regions import Keypoint, Region
@@ -321,17 +321,22 @@ class Subject(SharedResults):
 
     @property
     def explained_target(self) -> TargetLike:
-        """The target of the explanation. Raises MethodError if it was not given, unless a class or `similarity()`."""
+        """The target of the explanation.
+
+        Raises:
+            MethodError: It was not given, and is neither a class, its probability nor `similarity()`.
+        """
         if self.fixed_target is not None or self._target is not None:
             is_for_all = all(entry is self._target for entry in self._targets)
             return self.fixed_target or (self._target if is_for_all else self._targets)
-        classes = list(self.explanation.target)
-        if None in classes:
-            name = self.explanation.target_names[0]
-            if name == ITSELF:
-                return similarity()
-            raise MethodError(f'the explained target, "{name}", is not a class: pass it again as target=...')
-        return classes
+        classes, names = list(self.explanation.target), self.explanation.target_names
+        if names[0] == ITSELF:
+            return similarity()
+        for cls, name, is_contrast in zip(classes, names, self.explanation.contrasts, strict=True):
+            if cls is None or is_contrast:
+                raise MethodError(f'the explained target, "{name}", is not a class: pass it again as target=...')
+        named: Any = zip(classes, names, strict=True)
+        return [probability(cls) if name.startswith(PROBABILITY_OF) else cls for cls, name in named]
 
     @cached_property
     def fixed_target(self) -> list[Any] | None:
