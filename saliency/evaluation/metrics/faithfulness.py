@@ -437,7 +437,7 @@ class AOPC(PerturbationMetric):
         """Compute the mean drops of one image."""
         rows, columns = (max(1, round(edge / self.patch)) for edge in image.x.shape[2:])
         segments = image.segments((rows, columns))
-        ranks = image.segment_ranks(segments)  # (M, segments)
+        ranks = image.segment_ranks(segments).to(image.x.device)  # (M, segments)
         steps = min(self.steps, segments.count)
         low, high = (extreme[:, None, None] for extreme in image.x[0].flatten(1).aminmax(dim=1))
         falls = []
