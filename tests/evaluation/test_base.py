@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from saliency import InputXGradient, VanillaGradient, metrics
 from saliency.errors import MethodError
-from saliency.evaluation.metrics.base import control_maps, edges
+from saliency.evaluation.metrics import base
+from saliency.evaluation.metrics.base import Subject, control_maps, edges
 from saliency.evaluation.metrics.faithfulness import ABPC, Deletion, FaithfulnessCorrelation, Infidelity
 from saliency.metrics import METRICS, Control, measure
 from tests.evaluation.maps import explanation_of
@@ -177,6 +178,18 @@ def test_random_blocks_are_seldom_better_than_all_controls() -> None:
     x = torch.ones(50, 1, 24, 24)
     result = Deletion(steps=4).measure(explanation, model=FunctionModel(score), inputs=x, score="explained")
     assert result.beats_controls.double().mean() <= 0.08  # 0.4 if the controls are shuffled pixels
+
+
+def test_an_explanation_from_the_cpu_is_measured_where_the_model_is(
+    model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explanation = VanillaGradient(model).attribute(x, 0)
+    assert not Subject(explanation, model=model).explanation.values.is_meta
+    monkeypatch.setattr(base, "reference_tensor", lambda model: torch.empty(0, device="meta"))
+    for network in ({"model": model}, {"method": VanillaGradient(model)}):
+        moved = Subject(explanation, **network).explanation
+        assert moved.values.is_meta
+        assert moved.scores.is_meta
 
 
 def test_every_metric_has_a_public_name() -> None:

@@ -26,7 +26,7 @@ from ...io.axes import along_axes, gaussian
 from ...io.inputs import Batch, ImagesLike
 from ...methods.gradient import VanillaGradient
 from ...model.answer import Answer
-from ...model.call import arguments_of, bound, prepared_for_attribution, run_model
+from ...model.call import arguments_of, bound, prepared_for_attribution, reference_tensor, run_model
 from ...model.inputs import InputBatch
 from ...targets.boxes import BoxTarget
 from ...targets.classes import PROBABILITY_OF, TargetLike, of_image, probability
@@ -208,7 +208,10 @@ class Subject(SharedResults):
                 "metrics and trust cards are defined for images; this explanation is of a volume or video"
             )
         reduced_maps(explanation, None)  # raises for NaN and infinity
-        self.explanation, self.seed = explanation, check_integer("seed", seed, least=None)
+        network = getattr(method, "model", model)
+        like = reference_tensor(network) if isinstance(network, nn.Module) else None
+        self.explanation = explanation if like is None else explanation.to(like.device)  # a loaded one is on the CPU
+        self.seed = check_integer("seed", seed, least=None)
         names = CONTROLS if controls is True else (controls,) if isinstance(controls, str) else controls or ()
         self.controls = [check_choice("controls", name, (*CONTROLS, *IMAGE_CONTROLS)) for name in names]
         self.random_controls = check_integer("random_controls", random_controls, least=0)
