@@ -244,7 +244,8 @@ class Comparison(Table[ComparisonRow]):
         """Return a section of a model card, in Markdown."""
         titles = ["", *(column.title for column in self.columns), ""]
         table = [titles, ["", *("---" for _ in self.columns), ""], *(["", *cells, ""] for cells in self.cells())]
-        left_out = [name for name in METRICS if name not in {row.metric.partition("(")[0] for row in self}]
+        measured = {row.metric.partition("(")[0] for row in self}  # names, or classes of metrics with options
+        left_out = [name for name, metric in METRICS.items() if not {name, metric.__name__} & measured]
         lines = [
             "## Explanations",
             f"Attribution methods on {self.model}, and maps that ignore it (without a rank), measured on images. "

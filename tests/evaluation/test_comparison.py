@@ -17,11 +17,19 @@ from torch import Tensor, nn
 
 from saliency import GradCAM, InputXGradient, LayerCAM, VanillaGradient, compare
 from saliency.errors import ImageError, MethodError
-from saliency.evaluation.comparison import Comparison, MetricResult, concordance, holm, rank_ranges, sign_flip_test
+from saliency.evaluation.comparison import (
+    Comparison,
+    MetricResult,
+    concordance,
+    holm,
+    rank_ranges,
+    sign_flip_test,
+    unique_names,
+)
 from saliency.evaluation.metrics.base import Metric
 from saliency.evaluation.metrics.faithfulness import Deletion, Infidelity, Insertion
 from saliency.io.inputs import read_mask
-from saliency.metrics import measure
+from saliency.metrics import ROAD, measure
 from saliency.testing import images, tiny_model
 from tests.batchwork import Tiny, noise
 from tests.browser import chromium, visit
@@ -491,3 +499,13 @@ def test_a_section_of_a_model_card_has_the_figures_and_what_was_not_measured(tmp
     unmeasured = card.split("### Not measured")[1]
     assert "insertion" in unmeasured
     assert "deletion" not in unmeasured
+
+
+def test_metrics_of_equal_name_are_not_among_those_that_were_not_measured(tmp_path: Path) -> None:
+    names = unique_names([Deletion(steps=4), Deletion(steps=8), ROAD(), ROAD()])
+    found = [replace(result, metric=name) for name in names for result in results({"a": [1.0, 2.0]})]
+    unmeasured = Comparison(found).save(tmp_path / "card.md").read_text().split("### Not measured")[1]
+    assert " insertion," in unmeasured
+    assert " abpc," in unmeasured
+    assert " deletion," not in unmeasured
+    assert " road," not in unmeasured
