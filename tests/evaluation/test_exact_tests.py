@@ -88,6 +88,23 @@ def test_networks_without_a_map_are_replaced_by_others_or_tied(usable: int, monk
     assert test.test(subject)[2] == pytest.approx((1 + max(9 - usable, 0)) / 10)
 
 
+def test_after_the_time_limit_no_further_network_is_drawn_if_the_maps_are_constant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    method, drawn = InputXGradient(ColourClasses()), list[int]()
+
+    def constant(subject: Subject, draw: int) -> Tensor:
+        drawn.append(draw)
+        return torch.zeros(1, 16, 16)
+
+    monkeypatch.setattr(method_metrics, "untrained_map", constant)
+    test = WeightsTest(draws=9, seconds=1e-6)
+    (result,) = measure([test], method.attribute(coloured(0), 0), method=method, inputs=coloured(0))
+    assert drawn == [0]
+    assert result.p is not None
+    assert (result.values.item(), result.p.item()) == (0, 1)
+
+
 def test_the_p_value_of_a_mosaic_counts_the_assignments_that_are_at_least_as_good() -> None:
     method = InputXGradient(ColourClasses())
     x = coloured(0)

@@ -648,14 +648,13 @@ class WeightsTest(ExactTest):
         began, map_, others = time.perf_counter(), full_size(subject.explanation), list[float]()
         own, tries = float(effects(subject, map_)), 0 if _is_constant(map_) else TRIES * self.draws
         for draw in range(tries):
-            if _is_constant(map_ := untrained_map(subject, draw)):
-                continue
-            others.append(float(effects(subject, map_)))
+            if not _is_constant(map_ := untrained_map(subject, draw)):
+                others.append(float(effects(subject, map_)))
             is_late = self.seconds is not None and time.perf_counter() - began > self.seconds
             # A map that is worse than all others also has a verdict: continue drawing until it is certain.
             is_decided = self.stop is not None and len(reached(own, others)) >= self.stop and not is_worst(own, others)
             if len(others) == self.draws or is_decided or is_late:
-                return own, others, draw + 1 - len(others)
+                return own, others or [own], draw + 1 - len(others)
         return own, others + (self.draws - len(others)) * [own], tries - len(others)  # networks without a map are tied
 
 
