@@ -221,7 +221,7 @@ class Explorer:
                 yield dumped(answer) + b"\n"
                 answer = await answers.get()
             if error := future.exception():
-                yield dumped(error_columns(error)) + b"\n"
+                yield dumped(_columns(error)) + b"\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
@@ -349,7 +349,12 @@ def error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return json_response({"error": error.detail, "error_kind": "HTTPException"}, error.status_code)
     status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
-    return json_response(error_columns(error), status)
+    return json_response(_columns(error), status)
+
+
+def _columns(error: BaseException) -> dict[str, str]:
+    """Return an error as in the manifest; a stopped question has no class in its message."""
+    return error_columns(error) | ({"error": str(error)} if isinstance(error, StoppedQuestion) else {})
 
 
 def json_response(answer: PageAnswer, status: int = 200) -> Response:

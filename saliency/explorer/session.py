@@ -92,8 +92,8 @@ STYLE = {"opacity", "percentile", "threshold"}
 _HIDDEN = re.compile(r"\b(?:drop|act)(?:\d|_\w+)?$")  # layers inside the layers of timm that nobody chooses
 
 
-class StoppedQuestion(SaliencyError):  # noqa: N818 - nothing failed
-    """The answer to a question is not wanted any more."""
+class StoppedQuestion(Exception):  # noqa: N818 - nothing failed
+    """The answer to a question is not wanted any more. Not a SaliencyError, which a trust card reports in a row."""
 
 
 class UnknownImageError(SaliencyError, LookupError):

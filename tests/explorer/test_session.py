@@ -374,6 +374,22 @@ def test_a_question_ends_between_passes_and_leaves_the_model_as_it_was() -> None
     assert answers(session, image=image)[0]["done"]
 
 
+@pytest.mark.parametrize("last", [6, 9])  # in the test of the weights, and in the method on permuted weights
+def test_a_trust_card_ends_when_it_is_not_wanted_any_more(last: int) -> None:
+    session, calls = tiny(options={"chunk": 4, "passes": 16}), 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= last:
+            raise StoppedQuestion
+
+    asked = {"image": session.open(0)["image"], "methods": ["rise"], "target": {"class": 1}, "seconds": 60}
+    with pytest.raises(StoppedQuestion):
+        session.trust(asked, check)
+    assert calls == last
+
+
 def test_an_explanation_is_kept_and_not_computed_again() -> None:
     session = tiny()
     image = session.open(0)["image"]
