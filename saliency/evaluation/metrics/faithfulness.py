@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
 from ...attribution.base import METHODS
-from ...attribution.estimates import generator, tied_ranks
+from ...attribution.estimates import generator, precise_type, tied_ranks
 from ...attribution.explanation import reduced_maps
 from ...attribution.inputs import each_alone
 from ...attribution.options import ConvertedOption, Option
@@ -285,7 +285,8 @@ def jackknife(statistic: Callable[[Tensor], Tensor], count: int) -> Outcome:
 
 def correlation(first: Tensor, second: Tensor) -> Tensor:
     """Return Pearson's correlation along the last axis; 0 if either is constant."""
-    first, second = (values.double() - values.double().mean(-1, keepdim=True) for values in (first, second))
+    first, second = (values.to(precise_type(values)) for values in (first, second))
+    first, second = (values - values.mean(-1, keepdim=True) for values in (first, second))
     norms = first.norm(dim=-1) * second.norm(dim=-1)
     return torch.where(norms > 0, (first * second).sum(-1) / norms.clamp(min=1e-300), 0.0)
 

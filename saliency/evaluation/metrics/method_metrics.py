@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, pad
 
 from ...attribution.base import Attribution
-from ...attribution.estimates import generator
+from ...attribution.estimates import generator, precise_type
 from ...attribution.explanation import resized
 from ...attribution.forward import Needs, SharedForward
 from ...attribution.options import Option
@@ -125,7 +125,7 @@ def similarities(first: Tensor, others: Iterable[Tensor], kind: SimilarityKind =
 
 def _comparable(values: Tensor, kind: SimilarityKind) -> Tensor:
     """Return the maps (N, h, w) of which `ssim` is taken, or the ranks (N, h * w) that are correlated."""
-    maps = values.sum(1).double()
+    maps = values.sum(1).to(precise_type(values))
     if kind == "ssim":
         return resized(maps, (max(WINDOW, maps.shape[1]), max(WINDOW, maps.shape[2])))
     return row_ranks((maps.abs() if kind == "absolute" else maps).flatten(1))
@@ -529,9 +529,9 @@ class ADCC(MethodMetric):
         again = resized(maps(masked).sum(1), size)
         is_equal = (original == again).flatten(1).all(1)
         coherency = torch.where(is_equal, 1.0, (correlation(original.flatten(1), again.flatten(1)) + 1) / 2)
-        before, after = (subject.scores_of(images).double() for images in (subject.images, masked))
+        before, after = (subject.scores_of(images).cpu().double() for images in (subject.images, masked))
         drop = ((before - after) / before.abs().clamp(min=1e-30)).clamp(0, 1)
-        parts = torch.stack([coherency, 1 - scaled.flatten(1).mean(1).double(), 1 - drop])
+        parts = torch.stack([coherency.cpu(), 1 - scaled.flatten(1).mean(1).cpu().double(), 1 - drop])
         return Outcome(torch.where((parts > 0).all(0), 3 / (1 / parts.clamp(min=1e-30)).sum(0), 0.0))
 
 
