@@ -418,9 +418,11 @@ class TransformPreprocess:
 
     @cached_property
     def input_range(self) -> tuple[float, float]:
-        """Lowest and highest value of transformed black and white images."""
-        ends = torch.stack([self(Image.new("RGB", (256, 256), color)) for color in ("black", "white")])
-        return float(ends.min()), float(ends.max())
+        """Lowest and highest value of transformed black and white images; NaN if the callable takes no images."""
+        with suppress(Exception):  # a network may have a method `preprocess` of its own, which takes tensors
+            ends = torch.stack([self(Image.new("RGB", (256, 256), color)) for color in ("black", "white")])
+            return float(ends.min()), float(ends.max())
+        return math.nan, math.nan
 
     def box(self, image_size: tuple[int, int], highest: int | None = None) -> Box:
         """Return the box of the model's input on an image of (w, h) pixels, accurate to one pixel.

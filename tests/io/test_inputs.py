@@ -479,6 +479,8 @@ def test_a_float_tensor_that_looks_like_a_picture_is_passed_on_with_one_warning(
         (BYTES / 255, None),
         (BYTES / 255, Preprocess(mean=(0, 0, 0), std=(1, 1, 1))),
         (BYTES / 255, towards(0, 1)),
+        (BYTES, lambda x: (x - 0.5) / 0.25),  # a network's own method `preprocess` may take tensors only
+        (BYTES / 255, lambda x: (x - 0.5) / 0.25),
         (torch.zeros(3, 8, 8), IMAGENET),  # the mean colour
         (torch.full((3, 8, 8), 0.5), IMAGENET),
         (BYTES - 100, IMAGENET),
