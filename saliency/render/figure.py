@@ -155,13 +155,14 @@ def draw_maps(
     limit = shared_limit(chain.from_iterable(image_rows), smoothing=smoothing) if shared else None
     groups = []
     for group in by_image:
-        frame, titles = _print_frame(frame_of(group[0])), method_titles(group)
+        image, titles = _print_frame(frame_of(group[0])).image, method_titles(group)
         has_one_class = _has_one_class(group)
-        panels = [Panel(frame.image, [*islice(heads, 1), *[class_title(group[0])] * has_one_class])]
+        panels = [Panel(image, [*islice(heads, 1), *[class_title(group[0])] * has_one_class])]
         for explanation, method in zip(group, titles, strict=True):
             scaled = scale_map(explanation, limit=limit, smoothing=smoothing)
             names = [method] if has_one_class else [method, class_title(explanation)]
-            panels.append(Panel(paint(frame, scaled, colormap, opacity), names, scaled, label or explanation.units))
+            drawn = paint(frame_of(explanation, image), scaled, colormap, opacity)
+            panels.append(Panel(drawn, names, scaled, label or explanation.units))
         groups.append(panels)
     rows, width = _in_rows(groups, columns)
     drawing, grid = draw_panels(rows, width, HEAD_AND_BAR, title or "", parse_math=parse_math)
@@ -184,8 +185,8 @@ def _draw_columns(
     require_columns(rows, "figure")
     width = min(SMALLEST_PANEL, (PAGE - LABEL_WIDTH) / (1 + len(rows[0])) - 2 * GAP)
     letters = round(LETTERS * width)
-    frames = [_print_frame(frame_of(row[0])) for row in rows]
-    panels = [[Panel(frame.image, ["image"] * (index == 0))] for index, frame in enumerate(frames)]
+    images = [_print_frame(frame_of(row[0])).image for row in rows]
+    panels = [[Panel(image, ["image"] * (index == 0))] for index, image in enumerate(images)]
     bars = []
     for column, method in zip(zip(*rows, strict=True), method_titles(rows[0]), strict=True):
         limit = shared_limit(column, smoothing=smoothing)
@@ -193,7 +194,8 @@ def _draw_columns(
         for index, explanation in enumerate(column):
             names = [_in_words(method, letters)] * (index == 0)
             names += [class_title(explanation)] * (not _has_one_class(rows[index]))
-            panels[index].append(Panel(paint(frames[index], scaled[index], *style), names))
+            frame = frame_of(explanation, images[index])
+            panels[index].append(Panel(paint(frame, scaled[index], *style), names))
         outliers = next((part.outliers for part in scaled if part.outliers is not None), None)
         bars.append(replace(scaled[0], is_saturated=any(part.is_saturated for part in scaled), outliers=outliers))
     drawing, grid = draw_panels(panels, width, title=title, margins=(LABEL_WIDTH, BAR_SPACE), parse_math=parse_math)
@@ -208,7 +210,7 @@ def _draw_columns(
         if lines:
             style_of_text: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "center", "parse_math": False}
             axes.text(-0.04, 0.5, "\n".join(lines), fontsize=TITLE_SIZE, transform=axes.transAxes, **style_of_text)
-    height = width * min(frames[-1].image.height / frames[-1].image.width, TALLEST)
+    height = width * min(images[-1].height / images[-1].width, TALLEST)
     for axes, bar, explanation in zip(grid[-1][1:], bars, rows[0], strict=True):
         below = axes.inset_axes((0.0, -2 * BAR_HEIGHT / height, 1.0, BAR_HEIGHT / height))
         bar_style = style[0], label or explanation.units, parse_math, round(1.3 * letters)
@@ -402,12 +404,20 @@ def _by_image(explanations: Sequence[Explanation]) -> list[list[Explanation]]:
     """Group explanations by their image, in the order of the first explanations."""
     groups: list[list[Explanation]] = []
     for explanation in explanations:
-        group = next((group for group in groups if frame_of(group[0]) == frame_of(explanation)), None)
+        group = next((group for group in groups if _show_one_image(frame_of(group[0]), frame_of(explanation))), None)
         if group is None:
             groups.append([explanation])
         else:
             group.append(explanation)
     return groups
+
+
+def _show_one_image(frame: Frame, other: Frame) -> bool:
+    """Return whether two frames have equal images, also with different boxes, and no different names of files."""
+    if frame.name and other.name and frame.name != other.name:
+        return False
+    image, copy = frame.image, other.image
+    return image is copy or (image.size == copy.size and image.tobytes() == copy.tobytes())
 
 
 def _print_frame(frame: Frame) -> Frame:

@@ -80,11 +80,12 @@ def require_columns(rows: Sequence[Sequence[Explanation]], name: str) -> None:
         raise RenderError(f"{name} got nothing to draw; pass one row per image, one explanation per method")
     for explanation in itertools.chain(*rows):
         require_one(explanation, name)
-    first, *others = ([explanation.method for explanation in row] for row in rows)
-    for index, methods in enumerate(others, start=1):
-        if methods != first:
-            differ = f"row {index} has the methods {', '.join(methods) or '(none)'} and row 0 has {', '.join(first)}"
-            raise RenderError(f"{differ}; all rows need the same methods")
+    for kind in ("method", "title"):  # the titles of methods are classes, or the keys of a mapping
+        first, *others = ([getattr(explanation, kind) for explanation in row] for row in rows)
+        for index, names in enumerate(others, start=1):
+            if names != first:
+                differ = f"row {index} has the {kind}s {', '.join(names) or '(none)'} and row 0 has {', '.join(first)}"
+                raise RenderError(f"{differ}; all rows need the same {kind}s")
 
 
 class _SheetRow:

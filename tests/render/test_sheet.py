@@ -264,6 +264,24 @@ def test_a_figure_by_method_names_columns_by_the_keys_of_a_mapping() -> None:
     assert panels[1].get_title() == "A very long Line of a\ntitle"
 
 
+def test_maps_of_one_image_with_different_crops_share_a_row_and_each_keeps_its_crop() -> None:
+    photo = noise(60, 30)
+    cropped, other = (explained(hot(3, 3, 1, 1), Frame(photo, (15, 0, 45, 30), name)) for name in ("a", "b"))
+    entire = explained(hot(3, 3, 1, 1), whole(photo.copy()))
+    _, panels = by_method({"crop": cropped, "whole": entire})
+    assert [panel.get_title() for panel in panels] == ["image", "crop", "whole"]
+    panels = [axes for axes in figure([cropped, entire]).axes if axes.images]
+    for panel, explanation in zip(panels[1:], (cropped, entire), strict=True):
+        assert np.array_equal(panel.images[0].get_array(), pixels_of(overlay(explanation)))
+    assert len([axes for axes in figure([cropped, other]).axes if axes.images]) == 4  # of two files
+
+
+def test_a_figure_by_method_files_no_map_under_the_title_of_another() -> None:
+    first, second = (explained(torch.rand(1, 4, 4), whole(noise(30, 30, seed))) for seed in (0, 1))
+    with pytest.raises(RenderError, match="row 1 has the titles B and row 0 has A; all rows need the same titles"):
+        figure({"A": first, "B": second}, shared="method")
+
+
 def test_a_figure_by_method_names_different_classes_of_a_row_above_each_map() -> None:
     photo = whole(noise(30, 30))
     cat, dog = (explained(torch.rand(1, 4, 4), photo, name=name) for name in ("cat", "dog"))
