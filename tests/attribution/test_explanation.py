@@ -61,7 +61,11 @@ def explanation() -> Explanation:
             QuestionFacts("contrast of é and 日本", is_difference=True),
             QuestionFacts("", 0),
         ),
-        frames=(Frame(picture(7, 5), (1.5, 0.25, 6.125, 1 / 3)), None, Frame(picture(1, 1, 2), (0.0, 0.0, 1.0, 1.0))),
+        frames=(
+            Frame(picture(7, 5), (1.5, 0.25, 6.125, 1 / 3), "é"),
+            None,
+            Frame(picture(1, 1, 2), (0.0, 0.0, 1.0, 1.0)),
+        ),
         input_size=(4, 5),
         method="guided_backprop",
         title="GuidedBackprop",
@@ -80,7 +84,7 @@ def assert_same(found: Explanation, expected: Explanation) -> None:
             assert came.shape == wanted.shape, name
             assert same_bits(came, wanted), name
         elif name == "frames":
-            assert [frame and frame.box for frame in came] == [frame and frame.box for frame in wanted]
+            assert came == wanted
             assert [frame and pixels(frame) for frame in came] == [frame and pixels(frame) for frame in wanted]
         else:
             assert came == wanted, name
@@ -361,6 +365,7 @@ def test_safetensors_of_somebody_elses_are_refused(kept: Path) -> None:
         lambda header, tensors: header["evidence"].update(coverage=[1]),
         lambda header, tensors: header["evidence"].update(coverage={"unknown": 1}),
         lambda header, tensors: header.update(frames=[3, None, None]),
+        lambda header, tensors: header["evidence"].update(frame_names=["a"]),
         lambda header, tensors: header.update(frames=[]),
         lambda header, tensors: header.update(frames=[[1.0], None, None]),
         lambda header, tensors: tensors.pop("values"),
