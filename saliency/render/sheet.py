@@ -89,12 +89,19 @@ def require_columns(rows: Sequence[Sequence[Explanation]], name: str) -> None:
 
 
 class _SheetRow:
-    """Explanations of one image, and the thumbnails of the image and the overlays."""
+    """Explanations of one image, the thumbnails of the image and the overlays, and the lines to their left."""
 
     def __init__(self, explanations: Sequence[Explanation], thumbs: Sequence[Image.Image]) -> None:
         self.explanations, self.thumbs = explanations, thumbs
-        self.thumb_height = max(thumb.height for thumb in thumbs)
+        self.height = max(thumb.height for thumb in thumbs)
         self.has_one_class = len({explanation.target_names[0] for explanation in explanations}) == 1
+        self.names: list[str] = []
+        self.numbers = probability(explanations[0]) if self.has_one_class else []
+
+    def wrap_class(self, font: ImageFont.FreeTypeFont, width: int, line: int) -> None:
+        """Wrap the name of the class, and make the row as high as its lines and its probability."""
+        self.names = wrapped(self.explanations[0].target_names[0], font, width)
+        self.height = max(self.height, line * len(self.names + self.numbers))
 
 
 class _Sheet:
@@ -111,6 +118,9 @@ class _Sheet:
         longest = max(map(self.font.getlength, [*titles, "100.0 %"]))
         # The width of the class names to the left of the images.
         self.gutter = min(math.ceil(longest), thumb * 3 // 4) + self.indent if titles else 0
+        for row in rows:
+            if row.has_one_class:
+                row.wrap_class(self.font, self.gutter - self.indent, self.line)
         self.head = self.margin + self.line + self.gap
         width = self._column_start(len(rows[0].thumbs)) - self.gap + self.margin
         marks = (explanation.outliers for explanation in explanations)
@@ -129,7 +139,7 @@ class _Sheet:
         for row in self.rows:
             for column, thumb in enumerate(row.thumbs):
                 x = self._column_start(column) + (self.thumb - thumb.width) // 2
-                self.image.paste(thumb, (x, top + (row.thumb_height - thumb.height) // 2))
+                self.image.paste(thumb, (x, top + (row.height - thumb.height) // 2))
             self._write_classes(row, top)
             top += self._height(row) + self.gap
         legend = ellipsised(self.legend, self.font, self.image.width - 2 * self.margin)
@@ -144,18 +154,15 @@ class _Sheet:
         return self._column_start(column) + self.thumb // 2
 
     def _height(self, row: _SheetRow) -> int:
-        return row.thumb_height + (0 if row.has_one_class else self.gap // 2 + 2 * self.line)
+        return row.height + (0 if row.has_one_class else self.gap // 2 + 2 * self.line)
 
     def _write_classes(self, row: _SheetRow, top: int) -> None:
         """Write the class to the left of the row, or below each overlay if the classes differ."""
         if row.has_one_class:
-            first = row.explanations[0]
-            names = wrapped(first.target_names[0], self.font, self.gutter - self.indent)
-            height = self.line * (len(names) + len(probability(first)))
-            middle = top + (row.thumb_height - height) // 2
-            self._write_lines(names, probability(first), self._column_start(0) - self.indent, middle, "rm")
+            middle = top + (row.height - self.line * len(row.names + row.numbers)) // 2
+            self._write_lines(row.names, row.numbers, self._column_start(0) - self.indent, middle, "rm")
             return
-        below = top + row.thumb_height + self.gap // 2
+        below = top + row.height + self.gap // 2
         for column, explanation in enumerate(row.explanations, start=1):
             name = ellipsised(explanation.target_names[0], self.font, self.thumb)
             self._write_lines([name], probability(explanation), self._centre(column), below, "mm")

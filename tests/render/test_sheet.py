@@ -101,6 +101,12 @@ def test_a_sheet_without_probabilities_or_with_long_names_stays_in_its_measure()
     assert sheet.width <= short.width + 240
 
 
+def test_the_classes_of_rows_of_wide_images_do_not_overlap() -> None:
+    sheet = pixels_of(contact_sheet(rows_of([(200, 10)] * 2, ["grad_cam"])))
+    has_ink = (sheet[:, :100] < 255).any(axis=(1, 2))
+    assert np.diff(has_ink.astype(int)).tolist().count(1) == 4  # "espresso" and "95.1 %", twice
+
+
 def test_titles_name_the_settings_in_which_maps_of_one_method_differ() -> None:
     photo = whole(noise(9, 9))
     first, second, other = (explained(torch.rand(1, 4, 4), photo, method=name) for name in ("lrp", "lrp", "rise"))
