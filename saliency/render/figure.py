@@ -60,7 +60,7 @@ COLUMNS = 5  # most panels side by side by default
 PAGE = 6.875  # text width of a page with two columns
 GAP = 0.03  # at each side of a panel of such a figure
 LABEL_WIDTH = 0.45  # width of the class names to the left of rows
-BAR_HEIGHT, BAR_SPACE = 0.06, 0.8  # heights of the colour bars below columns, and of titles and bars together
+BAR_HEIGHT, BAR_SPACE = 0.06, 0.8  # heights of colour bars, and of titles and bars of columns together
 WIDTH = 10.0  # all panels together
 SMALLEST_PANEL, LARGEST_PANEL = 1.8, 3.4
 TALLEST = 1.5  # height of a panel, as a multiple of its width
@@ -168,7 +168,7 @@ def draw_maps(
     drawing, grid = draw_panels(rows, width, HEAD_AND_BAR, title or "", parse_math=parse_math)
     for axes, panel in zip(chain.from_iterable(grid), chain.from_iterable(rows), strict=True):
         if panel.scaled is not None:
-            below = axes.inset_axes((0.0, -0.07, 1.0, 0.035))
+            below = _bar_below(axes, panel.image, width)
             add_bar(drawing, panel.scaled, colormap, panel.units, parse_math, cax=below, orientation="horizontal")
     return drawing
 
@@ -210,12 +210,17 @@ def _draw_columns(
         if lines:
             style_of_text: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "center", "parse_math": False}
             axes.text(-0.04, 0.5, "\n".join(lines), fontsize=TITLE_SIZE, transform=axes.transAxes, **style_of_text)
-    height = width * min(images[-1].height / images[-1].width, TALLEST)
     for axes, bar, explanation in zip(grid[-1][1:], bars, rows[0], strict=True):
-        below = axes.inset_axes((0.0, -2 * BAR_HEIGHT / height, 1.0, BAR_HEIGHT / height))
+        below = _bar_below(axes, images[-1], width)
         bar_style = style[0], label or explanation.units, parse_math, round(1.3 * letters)
         add_bar(drawing, bar, *bar_style, cax=below, orientation="horizontal")
     return drawing
+
+
+def _bar_below(axes: Axes, image: Image.Image, width: float) -> Axes:
+    """Return the axes of a colour bar below the image of a panel of a width in inches."""
+    height = width * min(image.height / image.width, TALLEST)
+    return axes.inset_axes((0.0, -2 * BAR_HEIGHT / height, 1.0, BAR_HEIGHT / height))
 
 
 def _in_words(method: str, letters: int) -> str:

@@ -176,6 +176,15 @@ def test_a_figure_has_a_colour_bar_in_the_maps_numbers(tmp_path: Path) -> None:
     made.savefig(tmp_path / "figure.png")
 
 
+@pytest.mark.parametrize("shared", [False, "method"])
+def test_colour_bars_have_one_height_below_images_of_any_shape(shared: Any) -> None:
+    for size in ((40, 30), (400, 30), (30, 90)):
+        made = figure(explained(hot(3, 3, 1, 1), whole(noise(*size)), name="x", probability=None), shared=shared)
+        made.draw_without_rendering()
+        [bar] = [bar for axes in made.axes for bar in axes.child_axes]
+        assert bar.get_window_extent().height / made.dpi == pytest.approx(0.06, rel=0.1)
+
+
 def test_a_notebook_shows_a_figure_without_pyplot() -> None:
     drawing: Any = figure(explained(hot(3, 3, 1, 1), whole(noise(40, 30))))
     with Image.open(io.BytesIO(drawing._repr_png_())) as shown:
