@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import ImageError, NonFiniteError, warn
 from ..validation import check_choice, described, is_integer, is_pair, is_real
 from .geometry import Box, Range
-from .probe import Probe, require_repeatable
+from .probe import Highest, Probe, require_repeatable
 
 Fit = Literal["stretch", "cover", "contain"]
 Whole = bool | Literal["aspect"]
@@ -82,15 +82,17 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
 def drawable(image: Image.Image, range: Range | None = None) -> Image.Image:
     """Return an image to draw on, in sRGB. A deep image is scaled by its range, as for the model.
 
-    Without a range, an image that uses less than an eighth of 0..65535 is stretched to its minimum and maximum.
+    Without a range, an image of floating-point numbers, or that exceeds 0..65535 or uses less than an eighth of it, is
+    stretched to its minimum and maximum.
     """
     if not is_deep(image):
         return _as_srgb(image) if "icc_profile" in image.info else image
     values = np.asarray(image)
     least, most = float(values.min()), float(values.max())
-    is_dark = image.mode != "F" and 0 <= least < most < _DARK
-    grey = scaled_grey(image, (least, most) if range is None and is_dark else range)
-    return _rounded(grey)
+    is_bright = image.mode != "F" and least >= 0 and _DARK <= most <= _DEEPEST
+    if range is None and "range" not in image.info and not is_bright:
+        return _rounded(scaled_grey(image, (least, most if most > least else least + 1)))
+    return _rounded(scaled_grey(image, range))
 
 
 def _as_srgb(image: Image.Image) -> Image.Image:
@@ -114,8 +116,13 @@ def _rounded(grey: Image.Image) -> Image.Image:
     return Image.fromarray(np.uint8(np.asarray(grey) + 0.5)).convert("RGB")
 
 
-def _highest(value: float) -> int:
-    """Return the highest value with the bit length of `value`, at least 8 and at most 16 bits."""
+def _highest(value: float, *, is_float: bool = False) -> float:
+    """Return the highest value with the bit length of `value`, at least 8 and at most 16 bits; a power of 2 of floats.
+
+    The float 1 gives 1, so that functions that clip to 0..1 can be probed.
+    """
+    if is_float:
+        return 2.0 ** math.ceil(math.log2(value)) if 0 < value < math.inf else 1.0
     return int(min(max(2 ** int(value).bit_length() - 1, 255), _DEEPEST))
 
 
@@ -424,12 +431,12 @@ class TransformPreprocess:
             return float(ends.min()), float(ends.max())
         return math.nan, math.nan
 
-    def box(self, image_size: tuple[int, int], highest: int | None = None) -> Box:
+    def box(self, image_size: tuple[int, int], highest: Highest | None = None) -> Box:
         """Return the box of the model's input on an image of (w, h) pixels, accurate to one pixel.
 
         Args:
             image_size: The size of the image.
-            highest: The highest pixel value of images of mode I;16; None for RGB images.
+            highest: The highest pixel value of deep images, in the type of their pixels; None for RGB images.
 
         Raises:
             ImageError: The callable is random, flips, rotates or warps the image, or changes its colours other than by
@@ -450,7 +457,9 @@ def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box
         SaliencyWarning: A crop keeps less than half of the image's shorter edge.
     """
     if isinstance(prepare, TransformPreprocess) and is_deep(image) and not prepare.takes_8_bits(image):
-        box = prepare.box(image.size, _highest(float(np.asarray(image).max())))
+        values = np.asarray(image)
+        highest = _highest(float(values.max()), is_float=image.mode == "F")
+        box = prepare.box(image.size, values.dtype.type(highest))
     else:
         box = prepare.box(image.size)
     left, top, right, bottom = box

@@ -16,23 +16,26 @@ from ..errors import ImageError
 from .geometry import Box
 
 Transform = Callable[[Image.Image], Tensor]
+Highest = np.number[Any]
+"""The highest pixel value of images of one channel with more than 8 bits, in the type of their pixels."""
 _Array = NDArray[np.floating[Any]]
 _NO_BOX = "the preprocessing {} the image; only resizing, cropping and padding can be detected"
 
 
-def _transform_grey(preprocess: Transform, values: Any, size: tuple[int, int], highest: int | None) -> _Array:
+def _transform_grey(preprocess: Transform, values: Any, size: tuple[int, int], highest: Highest | None) -> _Array:
     """Transform a grey image of (w, h) pixels with values in 0..1. Returns (C, h, w).
 
-    The image is RGB, or of mode I;16 if there is a highest pixel value.
+    The image is RGB, or of the mode I;16, I or F if there is a highest pixel value.
     """
-    grey = np.round((highest or 255) * np.asarray(values, np.float64))[..., None]
+    grey = (highest or 255) * np.asarray(values, np.float64)[..., None]
     image = np.broadcast_to(grey, (size[1], size[0], 1 if highest else 3))
-    image = image[..., 0].astype(np.uint16) if highest else image.astype(np.uint8)
+    image = image if isinstance(highest, np.floating) else np.round(image)
+    image = image[..., 0].astype(highest.dtype) if highest else image.astype(np.uint8)
     x = preprocess(Image.fromarray(np.ascontiguousarray(image)))
     return np.asarray(x.to(device="cpu", dtype=torch.float64).numpy())
 
 
-def require_repeatable(preprocess: Transform, size: tuple[int, int], highest: int | None) -> None:
+def require_repeatable(preprocess: Transform, size: tuple[int, int], highest: Highest | None) -> None:
     """Raise ImageError if eight transforms of one asymmetric image differ.
 
     A random flip with probability 1/2 is missed in 1 of 128 cases.
@@ -73,7 +76,7 @@ class Probe:
     same value. The images are grey, so neither the order of the channels nor a conversion to grey matters.
     """
 
-    def __init__(self, preprocess: Transform, image_size: tuple[int, int], highest: int | None) -> None:
+    def __init__(self, preprocess: Transform, image_size: tuple[int, int], highest: Highest | None) -> None:
         self.preprocess, self.image_size, self.highest = preprocess, image_size, highest
         self.black = self._transformed([[0]])
         self.scale = self._transformed([[1]]) - self.black

@@ -381,7 +381,7 @@ def test_pillows_globals_and_the_warning_filters_stay_as_they_are_and_are_not_ne
 )
 def test_what_is_no_image_is_refused_in_words(image: Any, words: str) -> None:
     with pytest.raises(ImageError, match=words):
-        drawable(open_image(image))
+        PLAIN(open_image(image))
 
 
 # The batch

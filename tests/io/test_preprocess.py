@@ -632,6 +632,35 @@ def test_a_function_receives_the_image_in_its_own_mode() -> None:
     assert frame.image.getextrema() == ((0, 255),) * 3
 
 
+@pytest.mark.parametrize(
+    ("scan", "mode", "ends"),
+    [
+        (SCAN.astype(np.float32) / 3025, "F", (0, 1)),
+        (SCAN.astype(np.int16) - 2000, "I", (-2000, 4095)),
+        (SCAN.astype(np.int32) * 100, "I", (0, 409500)),
+    ],
+)
+def test_a_function_receives_floats_and_other_integers_which_are_drawn_in_their_own_range(
+    scan: Any, mode: str, ends: tuple[float, float]
+) -> None:
+    modes = []
+
+    def function(image: Image.Image) -> Tensor:
+        modes.append(image.mode)
+        return torch.from_numpy(np.array(image, np.float32).clip(*ends))[None, 4:36, 10:42]
+
+    batch = read(scan, function)
+    assert set(modes) == {mode}
+    assert np.allclose(batch.inputs[0, 0], scan[4:36, 10:42])
+    (frame,) = batch.frames
+    assert frame is not None
+    assert frame.box == pytest.approx((10, 4, 42, 36), abs=1)
+    assert frame.image.getextrema() == ((0, 255),) * 3
+    assert read(np.full_like(scan, scan.max()), function).frames[0].image.getextrema() == ((0, 0),) * 3  # type: ignore[union-attr]
+    with pytest.raises(ImageError, match="state the range of the pixels"):
+        read(scan, replace(TWELVE, range=None))
+
+
 def test_an_image_processor_of_hugging_face_receives_8_bits() -> None:
     processor: Any = Processor()
     with pytest.warns(saliency.errors.SaliencyWarning, match=DARK) as caught:
