@@ -178,16 +178,16 @@ def scale_map(
             zero, except on a shared scale, and for gradients below the rounding error. The warning states the reason.
     """
     sign = explanation.sign if sign is None else sign
-    from_zero = from_zero or explanation.from_zero
+    has_scale = explanation.from_zero  # with a meaningful zero
     maps, marks = drawn_maps(explanation, sign), explanation.outliers
     low, high = map(float, (maps if marks is None or marks.all() else maps[~marks]).aminmax())
     largest = max(-low, high)
     if limit is not None:
         limit = check_number("limit", limit, least=0, hint=", the map value at full colour", error=RenderError)
-        from_zero = True
+        has_scale = True
     is_zeroed = False
     if high - low <= LEAST_RANGE * largest:
-        is_zeroed = not from_zero
+        is_zeroed = not has_scale
         if explanation.values.any() or not any(explanation.notes):  # `attribute` warns of values of 0, and notes it
             warn(_why_flat(explanation, low, high, sign))
     elif largest <= abs(float(explanation.scores[0])) * explanation.rounding:
@@ -197,7 +197,7 @@ def scale_map(
             f"{_map_label(explanation)} {'is drawn as zero' if is_zeroed else 'may show rounding errors only'}: "
             f"{largest:.2g} at most, below the rounding error of a score of {float(explanation.scores[0]):.4g}"
         )
-    floor = 0.0 if is_zeroed or from_zero or sign == "signed" else low
+    floor = 0.0 if is_zeroed or has_scale or from_zero or sign == "signed" else low
     if is_zeroed:
         maps = torch.zeros_like(maps)
     elif floor:  # outliers stay zero

@@ -200,6 +200,14 @@ def test_a_cutout_hides_what_the_model_did_not_see() -> None:
     assert (drawn[:, 20:] == 0).all()
 
 
+@pytest.mark.parametrize("keep", [0.2, 1.0, None])
+def test_a_cutout_of_a_nearly_even_map_shows_nothing_as_an_overlay(keep: float | None) -> None:
+    even = explained(1 + 0.01 * torch.rand(1, 9, 9), whole(noise(9, 9)))
+    with pytest.warns(saliency.errors.SaliencyWarning, match="nearly even"):
+        drawn = cutout(even, keep=keep)
+    assert not pixels_of(drawn).any()
+
+
 def test_a_smooth_cutout_fades_with_the_map() -> None:
     photo = Image.new("RGB", (3, 1), "white")
     drawn = pixels_of(cutout(explained(torch.tensor([[[0.0, 1.0, 2.0]]]), whole(photo)), keep=None))
