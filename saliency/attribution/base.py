@@ -33,8 +33,8 @@ from ..calls import answered_on_class, known_keywords, refuse_keywords
 from ..errors import ImageError, MethodError, NonFiniteError, TargetError, plural, warn
 from ..io.axes import as_text
 from ..io.geometry import Frame
-from ..io.inputs import Batch, ImagesLike, Prepare, read
-from ..io.preprocess import WHOLE, PreprocessLike, Whole, as_preprocess, without_crop
+from ..io.inputs import Batch, ImagesLike, read
+from ..io.preprocess import WHOLE, Prepare, PreprocessLike, Whole, as_preprocess, without_crop
 from ..model.answer import Answer
 from ..model.call import (
     ForwardArgs,

@@ -25,8 +25,8 @@ from torch import Tensor
 from ..errors import ImageError, MethodError, NotFoundError, TargetError
 from ..io.axes import require_two_axes
 from ..io.geometry import Frame, Geometry
-from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, Prepare, open_image, read, split_images
-from ..io.preprocess import drawable, only_normalised
+from ..io.inputs import MAX_PIXELS, Batch, ImagesLike, open_image, read, split_images
+from ..io.preprocess import Prepare, drawable, only_normalised
 from ..model.call import ForwardArgs, bound, reference_tensor
 from ..targets.boxes import BoxTarget
 from ..targets.classes import ClassTarget, Contrast, Located, Probability, TargetLike, per_image

@@ -25,8 +25,8 @@ from ..attribution.passes import MultiPassAttribution, listening
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
 from ..io.geometry import Box, Frame, Geometry, Range
-from ..io.inputs import Batch, Prepare
-from ..io.preprocess import Preprocess, as_preprocess, drawable, locate
+from ..io.inputs import Batch
+from ..io.preprocess import Prepare, Preprocess, as_preprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..model.call import is_out_of_memory, name_subjects, prepared_for_attribution, reference_tensor, run_model
 from ..targets.boxes import BoxTarget, box

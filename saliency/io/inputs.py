@@ -26,14 +26,13 @@ from ..validation import check_mask
 from .atomic_write import ADDRESS, is_address, is_volume
 from .dicom import SUFFIX, holds_frames, holds_series, read_dicom
 from .geometry import Frame
-from .preprocess import Preprocess, PreprocessLike, TransformPreprocess, as_preprocess, drawable, is_deep, locate
+from .preprocess import Prepare, Preprocess, PreprocessLike, as_preprocess, drawable, is_deep, locate, warn_if_dark
 from .volumes import preprocess_volume, read_volume
 
 Bytes = bytes | bytearray | memoryview
 ImageLike = str | os.PathLike[str] | Bytes | IO[bytes] | Image.Image | np.ndarray[Any, Any] | Tensor
 ImagesLike = ImageLike | Sequence[ImageLike] | Mapping[str, Any]
 """One or several images, or a BatchFeature of Hugging Face."""
-Prepare = Preprocess | TransformPreprocess | None
 Later = Callable[..., None]  # of a check, and of tensors () whose numbers it checks, later or at once
 
 MAX_PIXELS = 178_956_970  # half a gigabyte of decoded pixels
@@ -66,7 +65,7 @@ def open_image(image: ImageLike, *, max_pixels: int = MAX_PIXELS, draft: int | N
         ImageError: `image` is none of these, or the file is missing, damaged, too large or not an image.
 
     Warns:
-        SaliencyWarning: The file is an animation.
+        SaliencyWarning: The file is an animation, or the colours of a uint16 array use less than an eighth of 0..65535.
     """
     if isinstance(image, str | os.PathLike):
         return _open_path(image, max_pixels, draft)
@@ -247,6 +246,8 @@ def _array_to_image(array: np.ndarray[Any, Any]) -> Image.Image:
         came = f"an array of shape {array.shape} and type {array.dtype}"
         raise ImageError(f"{came} is not an image; expected {expected}. {hint}. {_OR_INPUT}")
     if array.ndim == 3 and array.dtype == np.uint16:  # scale 0..65535 to 0..255, rounded
+        least, most = array[..., :3].min(initial=65535), array[..., :3].max(initial=0)
+        warn_if_dark(least, most, "scale its colours to 0..65535, such as 16 * array for 12 bits")
         array = ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(array))
 

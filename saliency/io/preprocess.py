@@ -68,15 +68,17 @@ def scaled_grey(image: Image.Image, range: Range | None) -> Image.Image:
             raise ImageError(f"the image has floating-point pixels, which have no agreed range; {hint}")
         if least < 0 or most > _DEEPEST:
             raise ImageError(f"the image has pixels in {least:.0f}..{most:.0f}, expected 0..{_DEEPEST}; {hint}")
-        if least < most < _DARK:
-            warn(
-                f"a 16-bit image lies below {_DARK} of {_DEEPEST}, so the model sees it almost black; {hint}, for "
-                f"example range=(0, {_highest(most)})"
-            )
+        warn_if_dark(least, most, f"{hint}, for example range=(0, {_highest(most)})")
     low, high = limits or (0, _DEEPEST)
     low, high = (high, low) if image.info.get("inverted") else (low, high)
     scaled = ((values - low) * (255 / (high - low))).clip(0, 255)
     return Image.fromarray(scaled)
+
+
+def warn_if_dark(least: float, most: float, hint: str) -> None:
+    """Warn of an image whose values from `least` to `most` use less than an eighth of 0..65535."""
+    if least < most < _DARK:
+        warn(f"a 16-bit image lies below {_DARK} of {_DEEPEST}, so the model sees it almost black; {hint}")
 
 
 def drawable(image: Image.Image, range: Range | None = None) -> Image.Image:
@@ -471,6 +473,7 @@ def locate(prepare: Preprocess | TransformPreprocess, image: Image.Image) -> Box
     return box
 
 
+Prepare = Preprocess | TransformPreprocess | None
 PreprocessLike = Preprocess | TransformPreprocess | Callable[[Any], Tensor] | Mapping[str, Any]
 
 

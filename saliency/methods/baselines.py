@@ -19,7 +19,8 @@ from ..attribution.estimates import normal
 from ..attribution.options import ConvertedOption, is_per_input, of_input
 from ..errors import MethodError, did_you_mean, optional_import
 from ..io.axes import along_axes, at_least_float32, require_two_axes, spatial
-from ..io.inputs import ImageLike, Prepare, read
+from ..io.inputs import ImageLike, read
+from ..io.preprocess import Prepare
 from ..model.inputs import Key, by_input, requires_several
 from ..validation import check_number, described, is_real
 

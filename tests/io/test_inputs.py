@@ -198,6 +198,15 @@ def test_16_bits_of_a_colour_are_rounded_to_8() -> None:
     assert (pixels(open_image(values)) == np.rint(values / 257)).all()
 
 
+def test_a_dark_colour_array_of_16_bits_is_named() -> None:
+    values = np.arange(0, 4096).astype(np.uint16).reshape(32, 32, 4)
+    values[..., 3] = 65535  # opaque
+    with pytest.warns(SaliencyWarning, match=r"below 8191 of 65535.*such as 16 \* array for 12 bits") as caught:
+        open_image(values)
+    assert len(caught) == 1
+    open_image(16 * values)  # without a word
+
+
 @pytest.mark.parametrize("shape", [(16, 24), (16, 24, 1)])
 def test_grey_arrays_are_pictures(shape: tuple[int, ...]) -> None:
     assert (pixels(open_image(np.full(shape, 9, np.uint8))) == 9).all()
