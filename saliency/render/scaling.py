@@ -6,6 +6,7 @@ saturation  `resolve_percentile`: 99 with a value per colour channel or at a lay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from ..attribution.explanation import PER_UNIT, Explanation, limits, reduced_maps, several
 from ..errors import RenderError, did_you_mean, warn
-from ..io.axes import along_axes, gaussian
+from ..io.axes import gaussian
 from ..io.geometry import Box, Frame, resize_box
 from ..validation import Sign, check_choice, check_number, described
 
@@ -32,6 +34,7 @@ Percentile = float | Literal["auto"] | None
 
 SPECKLED_PERCENTILE = 99.0
 SMOOTHING = 0.005
+BLOCK = 256  # cells that are averaged at once, which limits the memory of the weights
 LEAST_SIGMA = 0.3  # cells; a narrower Gaussian takes less than 1 % from the neighbours of a cell
 
 
@@ -82,7 +85,21 @@ def smoothed(maps: Tensor, smoothing: float) -> Tensor:
     sigma = smoothing * max(maps.shape[1:])
     if sigma < LEAST_SIGMA:
         return maps
-    return along_axes(maps, [gaussian(length, sigma, maps) for length in maps.shape[1:]])
+    for axis in range(1, maps.dim()):
+        maps = _smoothed_along(maps.movedim(axis, -1), sigma).movedim(-1, axis)
+    return maps
+
+
+def _smoothed_along(maps: Tensor, sigma: float) -> Tensor:
+    """Average along the last axis, in blocks of cells, whose averages read 4 sigma beyond the block."""
+    length, reach = maps.shape[-1], math.ceil(4 * sigma)
+    blocks = []
+    for start in range(0, length, BLOCK):
+        first, last = max(0, start - reach), min(length, start + BLOCK + reach)
+        weights = gaussian(last - first, sigma, maps)[start - first : start - first + BLOCK]
+        # Products with denormal numbers take ten times as long.
+        blocks.append(maps[..., first:last] @ threshold(weights, 1e-12, 0).mT)
+    return torch.cat(blocks, -1)
 
 
 def resolve_percentile(explanation: Explanation, percentile: Percentile, floor: float = 0.0) -> float | None:

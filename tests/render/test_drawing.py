@@ -14,14 +14,16 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import ConnectionPatch
 from matplotlib.text import Text
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import saliency
 from saliency import Matches, contact_sheet, figure, ledger_table
 from saliency.attribution.explanation import Explanation, heatmap, joined, significance, standard_error
 from saliency.errors import MethodError, RenderError
+from saliency.io.axes import along_axes, gaussian
 from saliency.io.geometry import Frame
 from saliency.render.overlay import Opacity, blend, cutout, overlay, save_drawing
-from saliency.render.scaling import color_table, shared_limit
+from saliency.render.scaling import color_table, shared_limit, smoothed
 from saliency.validation import Sign
 from tests.drawing import explained, hot, noise, pixels_of, whole
 from tests.several_inputs import case
@@ -294,6 +296,26 @@ def test_smoothing_averages_what_is_drawn_and_leaves_the_values() -> None:
     assert torch.equal(explanation.values, kept)
     coarse = explained(torch.rand(1, 14, 14), whole(noise(50, 50)))
     assert np.array_equal(pixels_of(overlay(coarse, smoothing=0)), pixels_of(overlay(coarse)))
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The size of the largest result of an operation."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+def test_the_memory_of_smoothing_does_not_grow_with_the_square_of_the_edge() -> None:
+    maps = torch.rand(1, 2, 3000, generator=torch.Generator().manual_seed(0))
+    with Largest() as largest:
+        found = smoothed(maps, 0.005)
+    assert largest.numbers < 500**2
+    expected = along_axes(maps, [gaussian(length, 15, maps) for length in (2, 3000)])
+    assert (found - expected).abs().max() < 1e-4
 
 
 def test_a_shared_limit_is_that_of_the_smoothed_map_that_is_drawn() -> None:
