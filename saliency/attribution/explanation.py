@@ -314,8 +314,9 @@ class Explanation(BatchAttribution):
         header = {"format": _FORMAT, **{name: getattr(self, name) for name in names}, "settings": dict(self.settings)}
         header["evidence"] = {name: entry for name, entry in self.evidence.items() if name not in tensors}
         header["frames"] = [None if frame is None else list(frame.box) for frame in self.frames]
-        names = [frame.name if frame else "" for frame in self.frames]
-        header["evidence"] |= {"frame_names": names} if any(names) else {}  # version 0.1.0 reads no other new entry
+        facts = [(frame.name, frame.range) if frame else ("", None) for frame in self.frames]
+        # Version 0.1.0 refuses a new entry of the header, and ignores a new entry of the evidence.
+        header["evidence"] |= {"frame_facts": facts} if any(map(any, facts)) else {}
         return header
 
 
@@ -377,10 +378,11 @@ def _from_file(cls: type[Explanation], header: dict[str, Any], tensors: dict[str
     """Return the explanation of a file. The error of a damaged file may have any type."""
     attributes = {name: value for name, value in header.items() if name not in ("format", "image", "scale", "evidence")}
     attributes["input_size"] = tuple(header["input_size"])
-    names = header["evidence"].pop("frame_names", [""] * len(header["frames"]))
+    facts = header["evidence"].pop("frame_facts", [("", None)] * len(header["frames"]))
+    files = (tensors.pop(f"picture.{n}").numpy().tobytes() for n, box in enumerate(header["frames"]) if box)
     attributes["frames"] = tuple(
-        box and Frame(decode(io.BytesIO(tensors.pop(f"picture.{n}").numpy().tobytes()), "the image"), tuple(box), name)
-        for n, (box, name) in enumerate(zip(header["frames"], names, strict=True))
+        box and Frame(decode(io.BytesIO(next(files)), "the image"), tuple(box), name, limits and tuple(limits))
+        for box, (name, limits) in zip(header["frames"], facts, strict=True)
     )
     attributes["questions"] = tuple(
         QuestionFacts(**facts | {"box": facts["box"] and tuple(facts["box"])}) for facts in header["questions"]

@@ -130,7 +130,7 @@ def _open(image: Any, prepare: Prepare) -> tuple[Sequence[int], Frame | None, Ca
     if is_array and math.prod(image.shape[:2]) > MAX_PIXELS:
         return image.shape[:2], None, lambda window: normalise(open_image(np.asarray(image[window])))[None]
     whole = open_image(np.asarray(image) if is_array else image)
-    frame = Frame(drawable(whole, normalise.range), (0, 0, *whole.size))
+    frame = Frame(drawable(whole, normalise.range), (0, 0, *whole.size), range=normalise.range)
     return (whole.height, whole.width), frame, lambda window: normalise(whole.crop(_box(window)))[None]
 
 

@@ -92,7 +92,7 @@ class LoadedImage:
 
     def frame(self) -> Frame:
         """Return the frame to draw on."""
-        return Frame(drawable(self.open(), self.range), self.box)
+        return Frame(drawable(self.open(), self.range), self.box, Path(self.slot.entry.path).stem, self.range)
 
 
 class Network:

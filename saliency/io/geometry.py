@@ -17,11 +17,13 @@ class Frame:
 
     The box is in pixels of `image` (RGB, upright) and may be fractional. It extends beyond the image where the
     preprocessing padded it. `name` is the name of the file without its suffix, if the image was read from a path.
+    `range` is the range of the preprocessing, with which a deep copy of the image is drawn.
     """
 
     image: Image.Image
     box: Box
     name: str = ""
+    range: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)

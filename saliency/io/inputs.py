@@ -394,7 +394,7 @@ def _preprocess_image(image: ImageLike, prepare: Prepare, name: str) -> tuple[Fr
             wanted = f"pass a float tensor, or the preprocessing of its training as preprocess=: {examples}"
             raise ImageError(f"this model has no preprocessing; {wanted}")
         box, x = locate(prepare, image), prepare(image)
-        return Frame(drawable(image, prepare.range), box, stem), x[None]
+        return Frame(drawable(image, prepare.range), box, stem, prepare.range), x[None]
     except ImageError as error:
         raise ImageError(f"{name}{error}") from error
 

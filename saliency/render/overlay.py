@@ -72,7 +72,7 @@ def frame_of(explanation: Explanation, image: ImageLike | None = None) -> Frame:
         saved = explanation.boxes[0] if explanation.boxes else None
         geometry = Geometry.of(frame, explanation.input_size)
         box, size = (geometry.box, geometry.image_size) if saved is None else (saved.box, saved.size)
-        image = drawable(open_image(image), saved.range if saved else None)
+        image = drawable(open_image(image), getattr(saved or frame, "range", None))
         if not _is_copy(image.size, size):
             what = "the explained image" if frame or saved else "the explained tensor"
             cure = "pass a copy of it in any size. If the tensor is a part of the image, pass preprocess=..., such as "

@@ -62,7 +62,7 @@ def explanation() -> Explanation:
             QuestionFacts("", 0),
         ),
         frames=(
-            Frame(picture(7, 5), (1.5, 0.25, 6.125, 1 / 3), "é"),
+            Frame(picture(7, 5), (1.5, 0.25, 6.125, 1 / 3), "é", (-0.5, 4095.0)),
             None,
             Frame(picture(1, 1, 2), (0.0, 0.0, 1.0, 1.0)),
         ),
@@ -365,7 +365,7 @@ def test_safetensors_of_somebody_elses_are_refused(kept: Path) -> None:
         lambda header, tensors: header["evidence"].update(coverage=[1]),
         lambda header, tensors: header["evidence"].update(coverage={"unknown": 1}),
         lambda header, tensors: header.update(frames=[3, None, None]),
-        lambda header, tensors: header["evidence"].update(frame_names=["a"]),
+        lambda header, tensors: header["evidence"].update(frame_facts=[["a", None]]),
         lambda header, tensors: header.update(frames=[]),
         lambda header, tensors: header.update(frames=[[1.0], None, None]),
         lambda header, tensors: tensors.pop("values"),

@@ -612,7 +612,11 @@ def test_only_a_dark_image_without_a_range_is_stretched_for_drawing_and_named() 
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.LazyLinear(3)).eval()
     model(torch.zeros(1, 3, 32, 32))
     explanation = saliency.VanillaGradient(model, preprocess=TWELVE).attribute(SCAN, 1)
-    assert np.ptp(np.asarray(saliency.overlay(explanation, SCAN, opacity=0))) == 255  # without a warning
+    own, copy = (saliency.overlay(explanation, image, opacity=0) for image in (None, SCAN))  # without a warning
+    assert own.tobytes() == copy.tobytes()  # in the range of the preprocessing
+    with pytest.warns(saliency.errors.SaliencyWarning, match=DARK):
+        explanation = saliency.VanillaGradient(model, preprocess=prepare).attribute(SCAN, 1)
+    assert np.ptp(np.asarray(saliency.overlay(explanation, SCAN, opacity=0))) == 255
 
 
 def test_a_function_receives_the_image_in_its_own_mode() -> None:
