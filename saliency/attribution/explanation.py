@@ -44,7 +44,7 @@ PER_UNIT = "score per unit of normalised input"
 # Units of values that are in proportion to the score.
 _IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
-_FORMAT = "saliency explanation 2"
+_FORMAT = "saliency explanation 3"
 _BY_IMAGE = ("notes", "run_stats", "boxes")
 """The entries of evidence that are tuples with one element for each image. Tensors have one row for each image."""
 _EMPTY: dict[str, Any] = {
@@ -313,10 +313,7 @@ class Explanation(BatchAttribution):
         names = [field.name for field in fields(self) if field.name not in tensors]
         header = {"format": _FORMAT, **{name: getattr(self, name) for name in names}, "settings": dict(self.settings)}
         header["evidence"] = {name: entry for name, entry in self.evidence.items() if name not in tensors}
-        header["frames"] = [None if frame is None else list(frame.box) for frame in self.frames]
-        facts = [(frame.name, frame.range) if frame else ("", None) for frame in self.frames]
-        # Version 0.1.0 refuses a new entry of the header, and ignores a new entry of the evidence.
-        header["evidence"] |= {"frame_facts": facts} if any(map(any, facts)) else {}
+        header["frames"] = [frame and [frame.box, frame.name, frame.range] for frame in self.frames]
         return header
 
 
@@ -374,15 +371,18 @@ _DECODED: dict[str, Callable[[Any], Any]] = {
 """Functions from the JSON of an entry of evidence to the entry. The rest are tensors, tuples of texts, and numbers."""
 
 
+def _frame(entry: Sequence[Any], picture: Tensor) -> Frame:
+    """Return the frame of a file, from its box, name and range, and the file of its image as bytes."""
+    box, name, limits = entry
+    return Frame(decode(io.BytesIO(picture.numpy().tobytes()), "the image"), tuple(box), name, limits and tuple(limits))
+
+
 def _from_file(cls: type[Explanation], header: dict[str, Any], tensors: dict[str, Tensor]) -> Explanation:
     """Return the explanation of a file. The error of a damaged file may have any type."""
     attributes = {name: value for name, value in header.items() if name not in ("format", "image", "scale", "evidence")}
     attributes["input_size"] = tuple(header["input_size"])
-    facts = header["evidence"].pop("frame_facts", [("", None)] * len(header["frames"]))
-    files = (tensors.pop(f"picture.{n}").numpy().tobytes() for n, box in enumerate(header["frames"]) if box)
     attributes["frames"] = tuple(
-        box and Frame(decode(io.BytesIO(next(files)), "the image"), tuple(box), name, limits and tuple(limits))
-        for box, (name, limits) in zip(header["frames"], facts, strict=True)
+        entry and _frame(entry, tensors.pop(f"picture.{number}")) for number, entry in enumerate(header["frames"])
     )
     attributes["questions"] = tuple(
         QuestionFacts(**facts | {"box": facts["box"] and tuple(facts["box"])}) for facts in header["questions"]
