@@ -503,9 +503,9 @@ class ManifestStore(Store):
         self._start = time.monotonic()
         self._options, self._output, self._run = options, output, run
         remove_temporary_files(out, ())  # left by a run that was killed while it wrote its page
-        head = read_head(out)
+        head, self._replaced = read_head(out), None
         if head is not None and (run.restart or next(read_rows(out / MANIFEST), None) is None):
-            clear(out, read_listing(out), head["methods"])
+            self._replaced = read_listing(out), head["methods"]
             head = None
         listed = read_listing(out) if head is not None else []
         if head is not None and not listed:
@@ -517,7 +517,8 @@ class ManifestStore(Store):
         self.manifest = Manifest(out, self.head["methods"])
         # Write the listing with new stamps later, so that changes are detected again after an interruption.
         retry = (None, *options.methods) if run.retry else ()
-        self.manifest.read(retry=retry, changed=self.listing.changed)
+        if head is not None:
+            self.manifest.read(retry=retry, changed=self.listing.changed)
         remove_files(out, [self.listing.entries[index] for index in self.listing.changed], self.head["methods"])
         # A removed image keeps the results that it has.
         self._kept = self.listing.removed & {index for index, _ in self.manifest.rows}
@@ -568,7 +569,10 @@ class ManifestStore(Store):
         return () if index in self._kept else tuple(method for method in methods if not is_done(index, method))
 
     def prepare(self, network: Network, batch_size: int, parallel: int) -> None:
-        """Remove files of killed runs, and store the description of the run, its batch sizes and its images."""
+        """Remove files of killed runs, and store the description of the run, its batch sizes and its images.
+
+        A restart removes the earlier run here, where the model and the options are known to be valid.
+        """
         remove_temporary_files(self.out)
         self.head["preprocess"] = without_address(network.preprocess)
         if self._options.detections is not None:
@@ -580,9 +584,11 @@ class ManifestStore(Store):
         size = chosen or max(1, min(1 if is_slow else batch_size, len(self.entries) // parallel))
         # A resumed run keeps its batch sizes. Only a smaller size is accepted, for machines with less memory.
         stored = self.head.get("batch_sizes", [(0, size)])
-        # Write manifest.json first: without it, a listing is treated as a file without a run.
-        self.write_sizes([(first, min(size, chosen or size)) for first, size in stored])
         with writing_to(self.out):
+            if self._replaced is not None:
+                clear(self.out, *self._replaced)
+            # Write manifest.json first: without it, a listing is treated as a file without a run.
+            self.write_sizes([(first, min(size, chosen or size)) for first, size in stored])
             write_listing(self.out, self.entries)
 
     def _list_detections(self, network: Network, detections: int | str) -> None:

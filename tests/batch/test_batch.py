@@ -30,7 +30,7 @@ from saliency.batch.options import NetworkOptions, OutputOptions
 from saliency.batch.plan import BatchSlot, Plan
 from saliency.batch.report import report
 from saliency.batch.store import COLUMNS, Row, make_row
-from saliency.errors import ImageError, LayerError, TargetError
+from saliency.errors import ImageError, LayerError, SaliencyError, TargetError
 from saliency.extending import BatchAttribution
 from saliency.hooks.rectifiers import Coverage
 from saliency.io.preprocess import Preprocess
@@ -441,6 +441,19 @@ def test_restart_removes_the_files_of_the_run_only(source: Path, tmp_path: Path)
         path.unlink()
     mine[2].parent.rmdir()
     assert_same(out, tmp_path / "fresh")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"model": "resnet5"}, {"methods": ["gradcm"]}, {"layer": "fc9"}, {"device": "cuda:99"}]
+)
+def test_a_restart_with_an_invalid_option_keeps_the_earlier_run(
+    source: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    quick(source, tmp_path / "out", limit=1)
+    kept = contents(tmp_path / "out")
+    with pytest.raises(SaliencyError):
+        quick(source, tmp_path / "out", restart=True, **wrong)
+    assert contents(tmp_path / "out") == kept
 
 
 @pytest.mark.parametrize(
