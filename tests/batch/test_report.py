@@ -329,6 +329,15 @@ def test_the_page_of_an_interrupted_run_has_what_is_whole(tmp_path: Path) -> Non
     assert Elements(report(out)).data["head"]["images"] == 0
 
 
+def test_the_page_of_a_run_in_progress_lists_each_image_once(tmp_path: Path) -> None:
+    # A retry has appended image 0, and a second method has begun.
+    rows = [row(1), row(0), row(0, "lrp")]
+    page = report(folder(tmp_path / "out", rows, methods=["grad_cam", "lrp"]))
+    finished = report(folder(tmp_path / "sorted", [row(0), row(0, "lrp"), row(1)], methods=["grad_cam", "lrp"]))
+    assert Elements(page).data["head"]["images"] == 2
+    assert page.read_bytes() == finished.read_bytes()
+
+
 def test_what_is_no_batch_folder_is_said(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match=r"no manifest\.json in .*the folder that saliency batch"):
         report(tmp_path)

@@ -90,6 +90,8 @@ def _comparison(folder: Path) -> Row | None:
 
 def _page(run: Row, rows: Iterable[Row], comparison: Row | None, groups: str | None) -> str:
     methods = {name: index for index, name in enumerate(run["methods"])}
+    # A run in progress, such as a second method or a retry, appends rows out of order.
+    rows = sorted(rows, key=lambda row: (row["index"], methods.get(row["method"], -1)))
     bars: dict[str, list[str] | None] = {}
     entries = [_entry(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
     # Omit times, so that a resumed run gives the same page.
