@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
+from itertools import chain, islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -24,8 +25,9 @@ from ..attribution.inputs import InputExplanations
 from ..attribution.passes import MultiPassAttribution, listening
 from ..errors import USER_CODE_ERRORS, ImageError, LayerError, MethodError, NotApplicableError
 from ..evaluation.trust import TrustCard, trust
+from ..io.atomic_write import is_drawing
 from ..io.geometry import Box, Frame, Geometry, Range
-from ..io.inputs import Batch
+from ..io.inputs import Batch, open_image
 from ..io.preprocess import Prepare, Preprocess, as_preprocess, drawable, locate
 from ..io.volumes import Volume, locate_volume, preprocess_volume, read_volume
 from ..model.call import is_out_of_memory, name_subjects, prepared_for_attribution, reference_tensor, run_model
@@ -304,9 +306,15 @@ def trust_card(
 def other_images(method: Attribution, entry: ImageEntry) -> list[Path] | None:
     """Return other images of an image's folder, for the test of the class; None to use the package's photos."""
     path, has_photos = Path(entry.path), len(method.categories or ()) == 1000  # the classes of ImageNet
-    files = [] if has_photos else sorted(path.parent.glob(f"*{path.suffix}"))
-    others = [file for file in files if file.name != path.name][:12]
+    files = [] if has_photos or entry.offset is not None else sorted(path.parent.glob(f"*{path.suffix}"))
+    others = list(islice((file for file in files if file.name != path.name and _is_photo(file)), 12))
     return others if len(others) >= 3 else None
+
+
+@cache
+def _is_photo(file: Path) -> bool:
+    """Return whether a file is an image that can be decoded, and not a drawing of the toolkit."""
+    return not is_drawing(str(file)) and isinstance(attempt(open_image, file), Image.Image)
 
 
 def load_model(options: NetworkOptions) -> nn.Module:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import saliency
 from saliency.batch import BatchError, network
 from saliency.batch.sources import find_images
 from saliency.cli import main
+from saliency.render.overlay import save_drawing
 from tests.batchwork import Tiny, noise, photos, quick, rows
 
 METHODS = ("grad_cam", "vanilla_gradient")
@@ -126,3 +128,12 @@ def test_the_test_of_the_class_takes_images_of_the_folder_unless_the_package_has
     paths[0].unlink()
     paths[1].unlink()
     assert network.other_images(saliency.GradCAM(model), first) is None
+
+
+def test_the_test_of_the_class_takes_neither_damaged_files_nor_drawings_nor_shards(tmp_path: Path) -> None:
+    photos(tmp_path / "in", 4)
+    (tmp_path / "in" / "00a.png").write_bytes(b"no image")
+    save_drawing(Image.new("RGB", (40, 30)), tmp_path / "in" / "00.grad_cam.png")
+    (entry,), method = find_images(tmp_path / "in" / "00.png").entries, saliency.GradCAM(Tiny())
+    assert network.other_images(method, entry) == [tmp_path / "in" / f"0{number}.png" for number in (1, 2, 3)]
+    assert network.other_images(method, entry._replace(offset=512)) is None
