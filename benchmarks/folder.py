@@ -36,12 +36,11 @@ from saliency.attribution.allocator import keep_memory
 from saliency.batch import OverlayStyle, Progress, batch
 from saliency.batch.drawing import ExplainMapper, ImageResults
 from saliency.batch.engines import count_cores
-from saliency.batch.listing import with_names
+from saliency.batch.listing import LISTING, with_names
 from saliency.batch.network import Network
 from saliency.batch.options import NetworkOptions, OutputOptions
 from saliency.batch.plan import BatchSlot
 from saliency.batch.sources import find_images
-from saliency.batch.store import LISTING
 from saliency.io.inputs import open_image
 
 ASSETS = Path(__file__).parent.parent / "assets"

@@ -165,7 +165,7 @@ def _append_slowly(
     real(manifest, rows)
 
 
-def quick(source: str | Path, out: Path, **options: Any) -> Summary:
+def quick(source: str | Path | list[Path], out: Path, **options: Any) -> Summary:
     """Run a batch with the tiny network."""
     given: dict[str, Any] = {"model": Tiny(), "batch_size": 4, "workers": 2, **options}
     return batch(source, out, **given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,7 @@ from ..validation import described
 from .drawing import failure_columns, write_file
 from .engines import Mapper, execute, open_engine
 from .failures import BatchError, attempt, writing_to
-from .listing import ImageEntry, merge_listing
+from .listing import ImageEntry, merge_listing, names_in
 from .network import LoadedImage, Network, other_images
 from .options import NetworkOptions, OutputOptions, Progress, RunOptions, describe, fingerprint
 from .report import report
@@ -122,7 +122,8 @@ def evaluate(
         on_progress: Called with a `Progress` after every image.
 
     Returns:
-        The comparison, as from `saliency.compare`, with the failures. Images are named by their paths without suffix.
+        The comparison, as from `saliency.compare`, with the failures. Images are named by their paths without
+        suffix, or as in the batch run of the folder.
 
     Raises:
         BatchError: There is no image or no mask, the folder is in use, or an option is invalid.
@@ -154,11 +155,12 @@ def evaluate(
         remove_temporary_files(folder)
         files = ResultFiles(folder, by_name, boxes, settings)
         store = ResultStore(files, merge_listing([], entries).entries, network_options.methods, limit)
+        names = names_in(folder, store.entries)  # as on the page of a batch run
         if store.missing:
             with open_engine(network_options, run) as run_engine:
                 mapper = MeasureMapper(options=network_options, out=folder, metrics=metric_list, files=files)
                 execute(mapper, store, run_engine, run)
-        comparison = FolderComparison(store.all_results(), model=network_options.model_name)
+        comparison = FolderComparison(store.all_results(names), model=network_options.model_name)
         comparison.failures, comparison.left_out, comparison.others = store.failures, left_out, others
         if comparison.results:
             comparison.page = _write(comparison, folder)
@@ -237,10 +239,10 @@ class ResultStore(Store):
         super().append(rows)
         self._results |= {(row["index"], row["method"]): row["results"] for row in rows}
 
-    def all_results(self) -> list[MetricResult]:
-        """Return all results, in the order of the images and methods."""
+    def all_results(self, names: Sequence[str]) -> list[MetricResult]:
+        """Return all results, in the order of the images and methods, with the names of the images."""
         keys = ((index, method) for index in range(self.total) for method in self.methods)
-        return [result for key in keys for result in self._results.get(key, ())]
+        return [replace(result, image=names[key[0]]) for key in keys for result in self._results.get(key, ())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

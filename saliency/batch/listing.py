@@ -12,6 +12,7 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,9 +22,13 @@ from ..io.atomic_write import is_volume
 from .failures import BatchError, sentence
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from PIL import Image
 
     from ..targets.question import Target
+
+LISTING = "listing.jsonl"
 
 LONGEST = 160
 """Bytes of an image name in file names. File systems allow 255, including the method, suffix and number."""
@@ -168,6 +173,14 @@ class ImageEntry(NamedTuple):
         return not self.problem and (is_remote(self.path) or os.path.lexists(self.path))
 
 
+def read_listing(folder: Path) -> list[ImageEntry]:
+    """Return the numbered images of earlier runs. Raises BatchError if the file is damaged."""
+    with errors_as(BatchError, f"{folder / LISTING} is damaged; choose another folder"), suppress(FileNotFoundError):
+        lines = (folder / LISTING).read_text("ascii").splitlines()
+        return [ImageEntry.from_fields(fields) for fields in json.loads(f"[{','.join(lines)}]")]
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class Listing:
     """The numbered images of a run.
@@ -224,6 +237,14 @@ def merge_listing(
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
     current = [entry._replace(stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
     return Listing([*current, *with_names(new, listed, most_per_folder)], changed, removed)
+
+
+def names_in(folder: Path, entries: Sequence[ImageEntry]) -> list[str]:
+    """Return the names of images in the run of a folder, and new names for images that are not in a run."""
+    listed = read_listing(folder)
+    names = {key: entry.name for key, entry in zip(_keys(listed), listed, strict=True) if entry.detection is None}
+    new = with_names(entries, listed)
+    return [names.get(key, entry.name) for key, entry in zip(_keys(entries), new, strict=True)]
 
 
 def _keys(entries: Sequence[ImageEntry]) -> list[tuple[object, ...]]:

@@ -38,9 +38,10 @@ from ..io.atomic_write import durable_write
 from ..io.geometry import Box, ImageBox
 from ..tables import Column, Table, number, share
 from .failures import BatchError
+from .listing import read_listing
 from .network import create_method, load_model
 from .options import NetworkOptions, OutputOptions, fingerprint
-from .store import MANIFEST, Row, read_listing, read_rows, read_run
+from .store import MANIFEST, Row, read_rows, read_run
 
 SIDE = 64  # cells per edge of the grid on which maps are compared
 LEAST = 0.1  # fraction of a map that must move beyond chance; two trainings differ by less, but significantly

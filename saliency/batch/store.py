@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from .._version import DISTRIBUTION
-from ..errors import errors_as
 from ..io.atomic_write import atomic_write, durable_write, inside
 from ..validation import check_path
 from .failures import BatchError, require_writable, writing_to
-from .listing import MOST_PER_FOLDER, ImageEntry, merge_listing, with_names
+from .listing import LISTING, MOST_PER_FOLDER, ImageEntry, merge_listing, read_listing, with_names
 from .options import FORMATS, NetworkOptions, OutputOptions, RunOptions, Summary, fingerprint, without_address
 from .plan import Plan
 
@@ -201,7 +200,6 @@ def _cell(value: object) -> object:
 LOCK = ".lock"
 FORMAT = "saliency batch 5"
 ABOUT = "manifest.json"
-LISTING = "listing.jsonl"
 PAGE = "index.html"
 GROUPS, GROUPS_CSV = "groups.html", "groups.csv"  # of saliency groups
 EVALUATION, EVALUATION_PAGE, RESULTS = "evaluation.json", "evaluation.html", "results"  # of saliency evaluate
@@ -318,14 +316,6 @@ def read_run(folder: Path) -> dict[str, Any]:
 def write_head(folder: Path, head: dict[str, Any]) -> None:
     """Replace `manifest.json`."""
     durable_write(folder / ABOUT, [f"{json.dumps(head, indent=1)}\n".encode()])
-
-
-def read_listing(folder: Path) -> list[ImageEntry]:
-    """Return the numbered images of earlier runs. Raises BatchError if the file is damaged."""
-    with errors_as(BatchError, f"{folder / LISTING} is damaged; choose another folder"), suppress(FileNotFoundError):
-        lines = (folder / LISTING).read_text("ascii").splitlines()
-        return [ImageEntry.from_fields(fields) for fields in json.loads(f"[{','.join(lines)}]")]
-    return []
 
 
 def write_listing(folder: Path, entries: Sequence[ImageEntry]) -> None:

@@ -15,7 +15,7 @@ from saliency import GradCAM, LayerCAM, compare, evaluate
 from saliency.batch import Progress, StoppedError
 from saliency.errors import SaliencyError
 from saliency.metrics import Deletion
-from tests.batchwork import Tiny, photos, plain
+from tests.batchwork import Tiny, photos, plain, quick, rows
 
 METRICS = (Deletion(steps=2), "relevance_rank")
 METHODS = ("grad_cam", "layer_cam")
@@ -58,6 +58,18 @@ def test_a_repeated_call_reads_the_results_and_measures_only_new_ones(source: Pa
     second, count = measure(*METHODS)
     assert count == 3
     assert [each for each in second.results if (each.image, each.method) == ("00", "grad_cam")] == [first.results[0]]
+
+
+def test_results_in_the_folder_of_a_batch_have_the_names_of_its_images(tmp_path: Path) -> None:
+    for name in "abc":
+        photos(tmp_path / name, 1)
+    out = tmp_path / "out"
+    before = evaluate(tmp_path / "b", out, Tiny(), METHODS[:1], METRICS[:1])
+    assert [result.image for result in before.results] == ["00"]
+    quick([tmp_path / "a", tmp_path / "b"], out)
+    after = evaluate([tmp_path / "b", tmp_path / "c"], out, Tiny(), METHODS[:1], METRICS[:1])
+    listed = {row["id"]: row["source"] for row in rows(out)}
+    assert [listed.get(result.image) for result in after.results] == [str(tmp_path / "b" / "00.png"), None]
 
 
 def test_a_result_of_another_shape_is_measured_again(source: Path, tmp_path: Path) -> None:
