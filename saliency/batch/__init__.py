@@ -126,7 +126,8 @@ def batch(
         restart: Whether the files of an earlier run in the folder are removed first. Other files are never removed.
         retry: Whether images that failed in an earlier run are tried again.
         limit: Largest number of images to explain, with all their detections, in the order of the listing.
-        strict: Whether the first failure stops the run.
+        strict: Whether the first failure stops the run. Images without detections, and methods that do not apply in a
+            run of all methods, are not failures.
         command: The command line, stored in the manifest.
         on_progress: Called with a `Progress` after every image.
 

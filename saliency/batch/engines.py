@@ -35,11 +35,12 @@ import torch
 from torch import nn
 
 from ..attribution.allocator import keep_memory
+from ..attribution.base import METHODS
 from ..errors import SaliencyError, errors_as, optional_import
 from ..model.call import bound
 from .failures import BatchError, StoppedError, attempt, printable, sentence
 from .network import BatchTooLargeError, LoadedImage, Network, find_devices, load_model, replicate
-from .options import NetworkOptions, Progress, RunOptions
+from .options import NetworkOptions, Progress, RunOptions, expected_errors
 from .plan import BatchSlot, Plan
 from .store import LOCK, Row, Store
 
@@ -512,7 +513,8 @@ def _require_success(mapper: Mapper, store: Store, rows: Sequence[Row], *, stric
         BatchError: Invalid options caused the failures of the first images, so all images would fail.
         StoppedError: The image failed in a strict run.
     """
-    failed = [row for row in rows if row["error"] is not None]
+    expected = expected_errors(len(mapper.options.methods) == len(METHODS), mapper.options.detections)
+    failed = [row for row in rows if row["error"] is not None and row["error_kind"] not in expected]
     has_succeeded = store.done > len(store.failed) or isinstance(store.entries[rows[0]["index"]].target, int | str)
     kinds = [None if row.get("overlay") else row["error_kind"] for row in rows]  # with an overlay, only its card failed
     if not has_succeeded and mapper.options.layer is not None and "LayerError" in kinds:

@@ -277,6 +277,12 @@ class RunOptions(Options):
                 check_integer(name, getattr(self, name), error=BatchError)
 
 
+def expected_errors(every_method: bool, detections: object = None) -> set[str]:
+    """Return the kinds of errors that are not failures: some of all methods do not apply, or there is no detection."""
+    kinds = {"NotApplicableError"} if every_method else set()
+    return kinds if detections is None else {*kinds, "NotFoundError"}
+
+
 def fingerprint(options: NetworkOptions, output: OutputOptions) -> dict[str, Any]:
     """Return the options that determine the files, as JSON values.
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ..batch import OverlayStyle, Summary, batch
 from ..batch.failures import sentence
+from ..batch.options import expected_errors
 from ..batch.sources import NAMED
 from ..batch.store import MANIFEST, manifest_csv
 from ..errors import MethodError, plural, visible
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     options["options"], options["style"] = split_style(arguments, options["methods"])
     with screen.progress() as show:
         summary = batch(**options, command=["saliency", *sys.argv[1:]], on_progress=show)
-    expected = expected_errors(arguments)
+    expected = expected_errors(ALL in (arguments.methods or ()), arguments.detections)
     _print_summary(summary, screen, "image" if arguments.detections is None else "detection", expected)
     return 1 if summary.kinds.keys() - expected else 0
 
@@ -122,12 +123,6 @@ def split_settings(
                 raise UsageError(f"--set {setting}: a method and the {owner} have this option; {hint}")
             split[owners[0]][name] = value
     return split["method"], split[owner]
-
-
-def expected_errors(arguments: argparse.Namespace) -> set[str]:
-    """Return the kinds of errors that are not failures: methods that do not apply, and images without detections."""
-    kinds = {"NotApplicableError"} if ALL in (arguments.methods or ()) else set()
-    return kinds if getattr(arguments, "detections", None) is None else {*kinds, "NotFoundError"}
 
 
 def read_sources(words: list[str]) -> Iterator[str]:

@@ -32,7 +32,7 @@ from ..batch.failures import error_columns, require_writable, sentence
 from ..batch.folder_evaluation import evaluate as evaluate_folder
 from ..batch.listing import ImageEntry, with_names
 from ..batch.network import LoadedImage, Network, create_methods, find_devices, load_model, move_model, trust_card
-from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions
+from ..batch.options import NetworkOptions, OutputOptions, OverlayStyle, RunOptions, expected_errors
 from ..batch.plan import BatchSlot
 from ..batch.sources import Found, find_images, require_images
 from ..batch.store import Row, Store, file_names
@@ -58,7 +58,6 @@ from .arguments import ALL, METHOD, MODEL, arguments_of
 from .batch_commands import (
     choose_target,
     choose_targets,
-    expected_errors,
     named_inputs,
     run_arguments,
     select_methods,
@@ -174,7 +173,7 @@ def _explain(arguments: argparse.Namespace, methods: list[str], entries: Sequenc
     finally:
         name_subjects()
         shown = Screen(quiet=True) if arguments.json else screen
-        failures = _print_results(rows, expected_errors(arguments), arguments.out, shown)
+        failures = _print_results(rows, expected_errors(ALL in (arguments.methods or ())), arguments.out, shown)
     if thumbs:
         _write_sheet(list(thumbs.values()), methods, output.style, shown, out)
     if arguments.json:
@@ -346,7 +345,8 @@ def evaluate(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.say(f"table: {visible(comparison.page)}")
         if arguments.card:
             screen.say(f"model card: {visible(comparison.save(arguments.out / 'card.md'))}")
-    failures = [row for row in comparison.failures if row["error_kind"] not in expected_errors(arguments)]
+    expected = expected_errors(ALL in (arguments.methods or ()))
+    failures = [row for row in comparison.failures if row["error_kind"] not in expected]
     for row in failures:
         screen.error(sentence(row["source"], row["method"], row["error"]))
     screen.say_left_out(comparison.left_out, comparison.others)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import saliency
 from saliency import LayerCAM
-from saliency.batch import BatchError, Summary, batch
+from saliency.batch import BatchError, StoppedError, Summary, batch, engines
 from saliency.batch.network import Network
 from saliency.render.overlay import BOX_COLOR
 from saliency.targets.candidates import iou
@@ -126,6 +126,16 @@ def test_a_finished_run_looks_for_nothing(photos: Path, monkeypatch: pytest.Monk
     run(photos)
     monkeypatch.setattr(Network, "count_detections", None)
     assert run(photos).fresh == 0
+
+
+def test_strict_accepts_photos_without_detections_and_some_of_all_methods_that_do_not_apply(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = ["layer_cam", "attention_rollout"]
+    monkeypatch.setattr(engines, "METHODS", methods)
+    assert run(photos, methods=methods, strict=True).kinds == {"NotApplicableError": 12, "NotFoundError": 2}
+    with pytest.raises(StoppedError, match="attention_rollout"):
+        run(photos, "other", methods=[*methods, "eigen_cam"], strict=True)
 
 
 def test_a_new_photo_comes_last(photos: Path) -> None:
