@@ -411,4 +411,4 @@ def _with_targets(entries: list[ImageEntry], file: str) -> list[ImageEntry]:
     targets = {label: next(iter(by_name[label])) for label in by_name if len(by_name[label]) == labels[label] == 1}
     if not any(entry.path in by_path or entry.label in targets for entry in entries):
         raise BatchError(f"{file} matches none of the {len(entries)} images; expected the columns path and target")
-    return [entry._replace(target=by_path.get(entry.path, targets.get(entry.label, entry.target))) for entry in entries]
+    return [e._replace(target=by_path.get(e.path, targets.get(e.label))) if e.target is None else e for e in entries]

@@ -261,6 +261,13 @@ def test_targets_match_by_path_or_by_a_unique_name(tmp_path: Path) -> None:
         find_images([tmp_path / "in"], targets=tmp_path / "u.csv")
 
 
+def test_targets_are_for_images_without_a_target_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("path,target\na.png,cat\nb.png,\nc.png,0\n")
+    (tmp_path / "t.csv").write_text("path,target\na.png,dog\nb.png,dog\nc.png,1\n")
+    found = find_images([tmp_path / "list.csv"], targets=tmp_path / "t.csv")
+    assert [photo.target for photo in found] == ["cat", "dog", "0"]
+
+
 # Shards --------------------------------------------------------------------------------------------------------------
 
 
