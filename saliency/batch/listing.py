@@ -207,7 +207,8 @@ def merge_listing(
         most_per_folder: As in `with_names`.
 
     Raises:
-        BatchError: There is no image, the folder contains a run over other images, or the target of an image changed.
+        BatchError: There is no image, the folder contains a run over other images, the target of an image changed, or
+            an image of a shard is at another place.
     """
     if not listed and not any(entry.exists() for entry in entries):
         first = entries[0] if entries else None
@@ -235,6 +236,10 @@ def merge_listing(
     stamps = [entry.current_stamp() for entry in listed]
     changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
+    moved = {(e.path, e.offset, e.size) for e in map(listed.__getitem__, changed) if e.offset is not None}
+    if moved and (moved := moved - {(e.path, e.offset, e.size) for e in entries}):
+        problem = f"the shard {min(moved)[0]} was written again, so images of the run are at other places"
+        raise BatchError(f"{problem}; choose another folder, or start again with --restart (restart=True)")
     current = [entry._replace(stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
     return Listing([*current, *with_names(new, listed, most_per_folder)], changed, removed)
 

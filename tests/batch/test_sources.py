@@ -18,7 +18,7 @@ from PIL import Image
 
 from saliency.batch import BatchError, batch, sources
 from saliency.batch.failures import printable
-from saliency.batch.listing import ImageEntry
+from saliency.batch.listing import ImageEntry, merge_listing
 from saliency.batch.sources import target_of_row
 from saliency.batch.store import FORMAT
 from saliency.errors import ImageError
@@ -326,6 +326,18 @@ def test_a_member_beyond_the_end_of_its_shard_is_an_error(tmp_path: Path) -> Non
     path.unlink()
     with pytest.raises(ImageError, match="cannot be read: No such file"):
         photo.open()
+
+
+def test_a_shard_that_was_written_again_needs_another_folder_unless_it_has_the_same_places(tmp_path: Path) -> None:
+    members = {f"{number}.png": picture(number) for number in range(3)}
+    path = shard(tmp_path / "s.tar", members)
+    listed = merge_listing([], find_images([path])).entries
+    shard(path, members | {"3.png": picture(3)})
+    merged = merge_listing(listed, find_images([path]))
+    assert (len(merged.entries), merged.changed) == (4, frozenset(range(3)))
+    shard(path, members | {"1.png": picture(1) + b"more"})
+    with pytest.raises(BatchError, match=r"the shard .*s\.tar was written again.*--restart"):
+        merge_listing(listed, find_images([path]))
 
 
 @pytest.mark.parametrize("sources", [np.zeros((8, 8, 3), np.uint8), Image.new("RGB", (8, 8)), torch.zeros(2, 3, 8), 3])
