@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from ..errors import ImageError, errors_as, plural, warn
 from ..io.atomic_write import ADDRESS, IMAGE_SUFFIXES, is_address, is_drawing, is_image, is_volume
-from ..validation import check_path
+from ..validation import check_path, described
 from .failures import BatchError, sentence
 from .listing import ARRAY, ImageEntry, is_remote, list_files
 from .store import EVALUATION, EVALUATION_PAGE, FILES, LOCK, is_output
@@ -118,6 +118,9 @@ def _cases(sources: Mapping[str, Any], recursive: bool, others: set[str]) -> Ite
                 raise BatchError(f"{name}: {sentence(path, None, problem)}")
             by_stem[name] = {(entry.folder, os.path.splitext(entry.label)[0]): entry for entry in entries}  # noqa: PTH122
             files += entries
+        else:
+            with errors_as(BatchError, f"{name}={described(source)} is not an existing file or folder, or JSON"):
+                json.dumps(constants[name])
     if not by_stem:
         if (case := _case(constants)) is None:
             raise BatchError(f"no image among the inputs {', '.join(sources)}; expected files or folders")

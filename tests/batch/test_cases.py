@@ -113,6 +113,12 @@ def test_a_single_file_and_a_text_are_in_all_cases(sources: dict[str, str]) -> N
         find_images({"rgb": "no", "depth": 3})
 
 
+@pytest.mark.parametrize("other", [Path("missing"), torch.zeros(2)])
+def test_an_input_that_the_listing_cannot_store_is_refused(sources: dict[str, str], other: Any) -> None:
+    with pytest.raises(BatchError, match=r"depth=.* is not an existing file or folder, or JSON"):
+        find_images({"rgb": Path("rgb"), "depth": other})
+
+
 def test_a_list_has_a_column_for_each_input(sources: dict[str, str], model: torch.nn.Module) -> None:
     Path("lists").mkdir()
     Path("lists/cases.csv").write_text(
