@@ -125,7 +125,7 @@ def explain(arguments: argparse.Namespace, screen: Screen) -> int:
             raise UsageError(f"-o - writes one overlay to a pipe or file; {hint}")
         arguments.out = Path(scratch)
         code = _explain(arguments, methods, found.entries, Screen(quiet=True))
-        for overlay in Path(scratch).glob("*.png"):
+        for overlay in Path(scratch).rglob("*.png"):
             sys.stdout.buffer.write(overlay.read_bytes())
         return code
 

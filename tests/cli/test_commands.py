@@ -287,6 +287,15 @@ def test_one_photo_may_come_and_go_through_pipes(
         assert b"-o - writes one overlay" in err
 
 
+def test_the_overlay_of_an_image_in_a_subfolder_goes_to_a_pipe(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "in" / "sub" / "a.png")
+    assert main(["explain", "-r", str(tmp_path / "in"), "--model", "shapes_cnn", "-o", "-"]) == 0
+    assert capfdbinary.readouterr().out.startswith(b"\x89PNG")
+
+
 def test_an_own_model_is_explained_with_own_classes_and_preprocessing(run: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("a\nb\nc\nd\ne")
     model = (
