@@ -388,10 +388,13 @@ def write_labels(folder: Path, name: str) -> int:
 
     Raises:
         DependencyError: FiftyOne is not installed.
-        BatchError: The folder has no maps of images, or FiftyOne has no database.
+        BatchError: The folder has no maps of images, or several images of one file, as from a shard; or FiftyOne has no
+            database.
     """
     fiftyone = optional_import("fiftyone", "fiftyone", "--fiftyone")
     run = SavedRun(folder)
+    if len({(entry.path, entry.detection) for entry in run.entries.values()}) < len(run.entries):
+        raise BatchError(f"{folder} has several images of one file, a sample of FiftyOne; run saliency batch on files")
     with errors_as(BatchError, f"the dataset {name} of FiftyOne cannot be opened"):
         dataset = fiftyone.load_dataset(name, create_if_necessary=True)
     dataset.persistent = True

@@ -93,6 +93,17 @@ def test_each_detection_has_a_field(dataset: Dataset, tmp_path: Path) -> None:
     assert set(dataset[str(tmp_path / "scene.png")]) == {"layer_cam_0", "layer_cam_1"}
 
 
+def test_several_images_of_one_file_are_refused_instead_of_replaced(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    (tmp_path / "list.csv").write_text("path,target\nred.png,0\nred.png,1\n")
+    batch(tmp_path / "list.csv", tmp_path / "run", "shapes_cnn", maps=True)
+    assert main(["report", str(tmp_path / "run"), "--fiftyone", "scans"]) == 2
+    assert "several images of one file" in capsys.readouterr().err
+    assert not dataset
+
+
 @pytest.mark.slow
 def test_the_public_classes_have_what_is_replaced_here() -> None:
     fiftyone = pytest.importorskip("fiftyone")  # 1.22.1, without a database
