@@ -311,7 +311,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_the_memory_of_smoothing_does_not_grow_with_the_square_of_the_edge() -> None:
     maps = torch.rand(1, 2, 3000, generator=torch.Generator().manual_seed(0))
-    with Largest() as largest:
+    with Largest() as largest:  # type: ignore[no-untyped-call]
         found = smoothed(maps, 0.005)
     assert largest.numbers < 500**2
     expected = along_axes(maps, [gaussian(length, 15, maps) for length in (2, 3000)])
