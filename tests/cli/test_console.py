@@ -24,7 +24,7 @@ from saliency import Explanation, GradCAM, box, text
 from saliency.cli import main
 from saliency.cli.console import Screen, one_line
 from saliency.errors import SaliencyError, SaliencyWarning, visible
-from saliency.io.preprocess import drawable
+from saliency.io.preprocess import scaled_grey
 from saliency.metrics import measure
 from saliency.model.call import name_subjects
 from saliency.targets.classes import class_index, class_scores
@@ -148,7 +148,7 @@ def explain(target: Any = 0, **options: Any) -> Explanation:
         (lambda: class_scores([{"boxes": torch.zeros(4)}]), ", for example --target box:0"),
         (lambda: class_scores({"scores": torch.zeros(4), "boxes": torch.zeros(4)}), " --target box:0 for a detector"),
         (lambda: class_index("tabby", None), 'pass --classes FILE, or pass --target "text:..." for a text'),
-        (lambda: drawable(Image.fromarray(np.zeros((4, 4), np.float32))), ", --preprocess range=low,high"),
+        (lambda: scaled_grey(Image.fromarray(np.zeros((4, 4), np.float32)), None), ", --preprocess range=low,high"),
         (lambda: explain(box(index=0)), "a model that returns boxes, scores and labels as torchvision does"),
         (lambda: explain(text("a cat")), "use a DualEncoder, such as --model open_clip/ViT-B-32"),
         (
