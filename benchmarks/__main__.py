@@ -1,8 +1,8 @@
 """Run benchmarks: `python -m benchmarks [NAME ...]` prints the tables and writes them to benchmarks/results/.
 
-Without names, all benchmarks run, which takes about an hour on two cores. Run nothing else on the machine meanwhile:
-other processes change all results. Each file is written when its benchmark ends, so an interrupted run is resumed by
-the names that are left.
+Without names, all benchmarks run, which takes about 100 minutes on two cores. Run nothing else on the machine
+meanwhile: other processes change all results. Each file is written when its benchmark ends, so an interrupted run is
+resumed by the names that are left.
 """
 
 from __future__ import annotations

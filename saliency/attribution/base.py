@@ -320,7 +320,7 @@ class Attribution(HasOptions, ABC):
     def compile(self, mode: str | None = None) -> Self:
         """Return this method with a compiled program of the model and the method, which takes less time.
 
-        On a CPU, calls take 0.51 to 0.87 of the time; see docs/benchmarks.md. The first call of each image size
+        On a CPU, most calls take 0.46 to 0.86 of the time; see docs/benchmarks.md. The first call of each image size
         compiles, which takes 10 to 90 seconds: once for single images, and once for batches of any size. A change of
         the model compiles again. Results equal those of this method up to rounding, without the evidence that a program
         does not compute, such as coverage, ledger and residual. Calls that cannot be compiled, such as calls for

@@ -44,7 +44,7 @@ PER_UNIT = "score per unit of normalised input"
 # Units of values that are in proportion to the score.
 _IN_SCORE = ("score", "score, up to a factor", PER_UNIT, "score per attention", "relevance")
 
-_FORMAT = "saliency explanation 3"
+_FORMATS = "saliency explanation 2", "saliency explanation 3"
 _BY_IMAGE = ("notes", "run_stats", "boxes")
 """The entries of evidence that are tuples with one element for each image. Tensors have one row for each image."""
 _EMPTY: dict[str, Any] = {
@@ -301,7 +301,7 @@ class Explanation(BatchAttribution):
         with errors_as(ExplanationError, f"{path}: not a readable explanation"):
             with safe_open(str(path), framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get("saliency", "null"))
-                if not isinstance(header, dict) or header.get("format") != _FORMAT:
+                if not isinstance(header, dict) or header.get("format") not in _FORMATS:
                     raise ExplanationError(
                         f"{path}: a safetensors file that this version of Explanation.save did not write"
                     )
@@ -311,7 +311,8 @@ class Explanation(BatchAttribution):
     def _header(self) -> dict[str, Any]:
         tensors = self.tensors()
         names = [field.name for field in fields(self) if field.name not in tensors]
-        header = {"format": _FORMAT, **{name: getattr(self, name) for name in names}, "settings": dict(self.settings)}
+        header = {name: getattr(self, name) for name in names}
+        header |= {"format": _FORMATS[-1], "settings": dict(self.settings)}
         header["evidence"] = {name: entry for name, entry in self.evidence.items() if name not in tensors}
         header["frames"] = [frame and [frame.box, frame.name, frame.range] for frame in self.frames]
         return header
@@ -373,7 +374,7 @@ _DECODED: dict[str, Callable[[Any], Any]] = {
 
 def _frame(entry: Sequence[Any], picture: Tensor) -> Frame:
     """Return the frame of a file, from its box, name and range, and the file of its image as bytes."""
-    box, name, limits = entry
+    box, name, limits = entry if isinstance(entry[0], list) else (entry, "", None)
     return Frame(decode(io.BytesIO(picture.numpy().tobytes()), "the image"), tuple(box), name, limits and tuple(limits))
 
 

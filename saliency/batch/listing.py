@@ -236,9 +236,13 @@ def merge_listing(
     stamps = [entry.current_stamp() for entry in listed]
     changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
-    moved = {(e.path, e.offset, e.size) for e in map(listed.__getitem__, changed) if e.offset is not None}
-    if moved and (moved := moved - {(e.path, e.offset, e.size) for e in entries}):
-        problem = f"the shard {min(moved)[0]} was written again, so images of the run are at other places"
+    found = {(entry.path, entry.offset, entry.size) for entry in entries if entry.offset is not None}
+    shards = {path for path, *_ in found}
+    moved = [
+        e.path for e in map(listed.__getitem__, changed) if e.path in shards and (e.path, e.offset, e.size) not in found
+    ]
+    if moved:
+        problem = f"the shard {moved[0]} was written again, so images of the run are at other places"
         raise BatchError(f"{problem}; choose another folder, or start again with --restart (restart=True)")
     current = [entry._replace(stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
     return Listing([*current, *with_names(new, listed, most_per_folder)], changed, removed)

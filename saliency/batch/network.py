@@ -94,7 +94,9 @@ class LoadedImage:
 
     def frame(self) -> Frame:
         """Return the frame to draw on."""
-        return Frame(drawable(self.open(), self.range), self.box, Path(self.slot.entry.path).stem, self.range)
+        entry = self.slot.entry
+        name = entry.path if entry.offset is None else entry.label
+        return Frame(drawable(self.open(), self.range), self.box, Path(name).stem, self.range)
 
 
 class Network:

@@ -394,7 +394,7 @@ def write_labels(folder: Path, name: str) -> int:
     fiftyone = optional_import("fiftyone", "fiftyone", "--fiftyone")
     run = SavedRun(folder)
     if len({(entry.path, entry.detection) for entry in run.entries.values()}) < len(run.entries):
-        raise BatchError(f"{folder} has several images of one file, a sample of FiftyOne; run saliency batch on files")
+        raise BatchError(f"{folder} has several images of one file, a sample of FiftyOne; give each image a file")
     with errors_as(BatchError, f"the dataset {name} of FiftyOne cannot be opened"):
         dataset = fiftyone.load_dataset(name, create_if_necessary=True)
     dataset.persistent = True

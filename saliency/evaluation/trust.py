@@ -285,7 +285,7 @@ def trust(
 def _coarse(subject: Subject) -> Subject:
     """Return the subject of a faster method on the same image, with fewer passes or larger windows, if it has any."""
     method, side = copy.copy(subject.method), min(subject.explanation.input_size)
-    faster = {"window": max(1, 2 * side // 7), "stride": max(1, side // 7)}  # 64 and 32 at 224x224
+    faster = {"window": min(64, max(1, 2 * side // 7)), "stride": min(32, max(1, side // 7))}
     for name, least in (("passes", 100), ("steps", 5)):
         count: Any = getattr(method, name, None) or getattr(method, "default_passes", least)
         faster[name] = min(count, max(least, count // 20))

@@ -83,7 +83,7 @@ def _split(rest: str) -> tuple[str, str | None]:
 
 
 def split_last(text: str) -> tuple[str, ...]:
-    r"""Split a text at its last colon, except the colon of a drive of Windows: `C:\masks\a.png` is one part."""
+    r"""Split a text at its last colon that is not of a drive of Windows: `cat:C:\masks\a.png` after `cat`."""
     match = re.fullmatch(r"(.*?):(\s*(?:[A-Za-z]:[\\/])?[^:]*)", text, re.DOTALL)
     return match.groups() if match else (text,)
 

@@ -346,6 +346,15 @@ def test_safetensors_of_somebody_elses_are_refused(kept: Path) -> None:
         Explanation.load(kept)
 
 
+def test_a_file_of_version_0_1_0_is_read(kept: Path) -> None:
+    header, tensors = opened(kept)
+    header |= {"format": "saliency explanation 2", "frames": [frame and frame[0] for frame in header["frames"]]}
+    save_file(tensors, kept, metadata={"saliency": json.dumps(header)})
+    loaded = Explanation.load(kept)
+    assert [frame and list(frame.box) for frame in loaded.frames] == header["frames"]
+    assert [frame.name for frame in loaded.frames if frame] == [""] * sum(map(bool, header["frames"]))
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

@@ -90,10 +90,14 @@ def _comparison(folder: Path) -> Row | None:
 
 def _page(run: Row, rows: Iterable[Row], comparison: Row | None, groups: str | None) -> str:
     methods = {name: index for index, name in enumerate(run["methods"])}
-    # A run in progress, such as a second method or a retry, appends rows out of order.
-    rows = sorted(rows, key=lambda row: (row["index"], methods.get(row["method"], -1)))
     bars: dict[str, list[str] | None] = {}
-    entries = [_entry(list(group), methods, bars) for _, group in groupby(rows, itemgetter("index"))]
+    by_index: dict[int, Row] = {}
+    for index, group in groupby(rows, itemgetter("index")):
+        entry = _entry(list(group), methods, bars)
+        if earlier := by_index.get(index):  # a run in progress, such as a second method or a retry, appends rows
+            entry |= earlier | {"rows": sorted(earlier["rows"] + entry["rows"], key=itemgetter("method"))}
+        by_index[index] = entry
+    entries = [by_index[index] for index in sorted(by_index)]
     # Omit times, so that a resumed run gives the same page.
     head = {
         "title": run.get("title"),
