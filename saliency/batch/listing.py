@@ -236,10 +236,12 @@ def merge_listing(
     stamps = [entry.current_stamp() for entry in listed]
     changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
-    found = {(entry.path, entry.offset, entry.size) for entry in entries if entry.offset is not None}
-    shards = {path for path, *_ in found}
+    positions = {(entry.path, entry.offset, entry.size) for entry in entries if entry.offset is not None}
+    shards = {path for path, *_ in positions}
     moved = [
-        e.path for e in map(listed.__getitem__, changed) if e.path in shards and (e.path, e.offset, e.size) not in found
+        e.path
+        for e in map(listed.__getitem__, changed)
+        if e.path in shards and (e.path, e.offset, e.size) not in positions
     ]
     if moved:
         problem = f"the shard {moved[0]} was written again, so images of the run are at other places"

@@ -210,11 +210,11 @@ class ModelInputs:
 
     def only(self, case: int) -> ModelInputs:
         """Return the inputs of one case."""
-        one = copy.copy(self)
-        one.values = {name: self._rows(value, [case]) for name, value in self.values.items()}
-        one.frames = {name: frames[case : case + 1] for name, frames in self.frames.items()}
-        one.count, one.geometries = 1, self.geometries[case : case + 1]
-        return one
+        inputs = copy.copy(self)
+        inputs.values = {name: self._rows(value, [case]) for name, value in self.values.items()}
+        inputs.frames = {name: frames[case : case + 1] for name, frames in self.frames.items()}
+        inputs.count, inputs.geometries = 1, self.geometries[case : case + 1]
+        return inputs
 
     def _arguments(self, batch: InputBatch, variants: Tensor, _: int | None) -> Any:
         """Return all arguments of the model for variants of the inputs of a batch."""
