@@ -36,7 +36,7 @@ from ..model.call import prepared_for_attribution, run_model
 from ..targets.classes import ClassScore, ClassTarget, as_target, class_scores, threshold
 from ..targets.question import Images, Question
 from ..validation import check_path
-from .capture import FOR_ONNX, INPUTS, capture, tracing
+from .capture import DECOMPOSITIONS, FOR_ONNX, FROZEN, INPUTS, capture, tracing
 
 ProgramRun = Callable[..., Sequence[Tensor]]
 """Images (N, C, H, W), and perhaps classes (N,) -> the outputs of a program."""
@@ -136,9 +136,9 @@ def captured(
 
 
 def traced(
-    method: Attribution, example: ImagesLike, target: int | str | None, *, is_map: bool = True
+    method: Attribution, example: ImagesLike, target: int | str | None, *, is_frozen: bool = False
 ) -> tuple[ExportedProgram, Explanation, list[Tensor]]:
-    """Return a program, which returns a map, or the method's values if `is_map` is False, and an example.
+    """Return a program and an example. It returns a map, or the method's values if its weights will be frozen.
 
     Returns:
         The program; the explanation of the example by `attribute`; and the inputs of the program for the example.
@@ -161,7 +161,7 @@ def traced(
     explanation = method.attribute(x, wanted)
     inputs = [x, torch.tensor(explanation.target, device=x.device)] if is_input else [x]
     try:
-        program = _program(method, [tensor[:1].detach() for tensor in inputs], wanted, is_map=is_map)
+        program = _program(method, [tensor[:1].detach() for tensor in inputs], wanted, is_frozen=is_frozen)
     except SaliencyError as error:
         reason = str(error).removeprefix(f"{method.name}: ")
         raise type(error)(f"export: {method.name} cannot be a program: {reason}") from error
@@ -248,7 +248,7 @@ class ProgramQuestions(Questions):
         return other
 
 
-def _program(method: Attribution, inputs: Sequence[Tensor], wanted: int | None, *, is_map: bool) -> ExportedProgram:
+def _program(method: Attribution, inputs: Sequence[Tensor], wanted: int | None, *, is_frozen: bool) -> ExportedProgram:
     """Return the program of a method, for inputs like these: an image (1, C, H, W), and perhaps a class (1,)."""
     if isinstance(method, MultiPassAttribution) and method.chunk == "auto":
         method = copy.copy(method)
@@ -261,12 +261,13 @@ def _program(method: Attribution, inputs: Sequence[Tensor], wanted: int | None, 
                 questions = ProgramQuestions(classes[0] if classes else wanted, score, Images(len(x)))
                 result = method.explain(x, questions)
                 values = result.values.detach()
-                if is_map:
+                if not is_frozen:
                     maps = reduce_channels(values, method.sign)
                     values = resized(maps.clamp(min=0) if method.sign == "positive" else maps, x.shape[2:])
                 return cast("Tensor", questions.scores), questions.index, values
 
-        graph = capture(explain, inputs, method.model, one_by_one=isinstance(method, MultiPassAttribution))
+        table = FROZEN if is_frozen else DECOMPOSITIONS
+        graph = capture(explain, inputs, method.model, table, one_by_one=isinstance(method, MultiPassAttribution))
     batch = Dim("batch")
     with torch.no_grad():
         pairs = tuple(torch.cat([tensor, tensor]) for tensor in inputs)
