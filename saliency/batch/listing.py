@@ -236,14 +236,10 @@ def merge_listing(
     stamps = [entry.current_stamp() for entry in listed]
     changed = frozenset(index for index, entry in enumerate(listed) if stamps[index] and stamps[index] != entry.stamp)
     removed = frozenset(index for index, entry in enumerate(listed) if entry.stamp and not stamps[index])
-    positions = {(entry.path, entry.offset, entry.size) for entry in entries if entry.offset is not None}
-    shards = {path for path, *_ in positions}
-    moved = [
-        e.path
-        for e in map(listed.__getitem__, changed)
-        if e.path in shards and (e.path, e.offset, e.size) not in positions
-    ]
-    if moved:
+    sizes = {entry.key: entry.size for entry in entries if entry.offset is not None}
+    shards = {path for path, *_ in sizes}
+    of_shards = (listed[index] for index in changed if listed[index].offset is not None)
+    if moved := [entry.path for entry in of_shards if entry.path in shards and sizes.get(entry.key) != entry.size]:
         problem = f"the shard {moved[0]} was written again, so images of the run are at other places"
         raise BatchError(f"{problem}; choose another folder, or start again with --restart (restart=True)")
     current = [entry._replace(stamp=stamps[index]) if index in changed else entry for index, entry in enumerate(listed)]
