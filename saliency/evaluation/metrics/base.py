@@ -260,9 +260,11 @@ class Subject(SharedResults):
             return self
         target = self.explained_target
         target = target[index] if isinstance(target, list | tuple) else target
-        inputs, held = self.inputs_for(self.method, self.images[index : index + 1]), self._inputs
-        if isinstance(held, InputBatch):
-            inputs = held.source.only(index).batch(*held.names, as_channels=True)
+        inputs: Any = self._inputs
+        if isinstance(inputs, InputBatch):
+            inputs = inputs.source.only(index).batch(*inputs.names, as_channels=True)
+        else:
+            inputs = self.inputs_for(self.method, self.images[index : index + 1])
         return self.of(self.explanation[index], inputs=inputs, target=target)
 
     def scores_of(self, images: Tensor) -> Tensor:
