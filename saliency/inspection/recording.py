@@ -53,7 +53,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """The standard deviation, with the count as divisor."""
+        """The standard deviation of the population: the squared deviations are divided by the count."""
         return math.sqrt(self.deviations / self.finite) if self.finite else math.nan
 
     @property

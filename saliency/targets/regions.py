@@ -241,7 +241,7 @@ class Keypoint(Target):
 
     @property
     def reads_logits(self) -> bool:
-        """Whether a last sigmoid or softmax is left out: a function `read` receives the model's output unchanged."""
+        """Whether the output is read before its last sigmoid or softmax. A function `read` receives it unchanged."""
         return self.read is None
 
     @property

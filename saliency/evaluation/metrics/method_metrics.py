@@ -706,7 +706,7 @@ def untrained(subject: Subject, draw: int) -> Attribution:
 
 
 def normalise(model: nn.Module, x: Tensor) -> None:
-    """Replace the statistics of batch norms by those of the activations for images x."""
+    """Set the running statistics of batch norms to those of the activations for images x."""
     norms = [module for module in model.modules() if getattr(module, "running_mean", None) is not None]
 
     def replace(norm: nn.Module, args: tuple[Tensor, ...], kwargs: object) -> None:
@@ -737,7 +737,8 @@ class ClassTest(ExactTest):
     fraction of the maps of others that are worse for each, 0.5 by chance.
 
     Raises:
-        MethodError: There are no three images of other classes, or no three other boxes, regions, joints or words.
+        MethodError: There are fewer than three images of other classes, or than three other boxes, regions, joints or
+            words.
 
     Source: The mosaic is from Arias-Duart et al., "Focus! Rating XAI Methods and Finding Biases" (2022),
         https://arxiv.org/abs/2109.15035; the test is ours.
